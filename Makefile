@@ -1,0 +1,39 @@
+# make demo and make test set everything up by themselves: Python 3.11 or newer and pip are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.spark-installed
+
+.PHONY: venv demo test lint format bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "SPARK needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+venv: $(STAMP)  ## .venv with everything the other targets need
+
+demo: venv  ## 20 peers learn handwritten digits together; a minute
+	$(BIN)/spark-dfl run --preset demo
+
+test: venv  ## the whole test suite
+	$(BIN)/python -m pytest -n auto tests
+
+lint: venv  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv  ## every benchmark at its quick size; results in benchmarks/out
+	mkdir -p benchmarks/out
+	for f in benchmarks/[a-z]*.py; do \
+	  $(BIN)/python $$f --quick --json benchmarks/out/$$(basename $$f .py).json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""What every benchmark shares: its flags, its table, its JSON."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from spark_node.config import RunSettings
+from spark_node.observe.environment import environment
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small size that ends within a minute or two")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows as JSON")
+    return parser
+
+
+def report(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None) -> None:
+    """Print the rows as a table and, where asked, write them as JSON with what they were measured beside."""
+    table = Table(title=name)
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console().print(table)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        surroundings = environment(RunSettings(workers=1), " ".join(sys.argv))
+        path.write_text(json.dumps({"benchmark": name, "environment": surroundings, "rows": rows}, indent=2) + "\n")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.2e}" if value and abs(value) < 1e-3 else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,292 @@
+"""`spark-dfl run`: train a network on this machine, show it live, write a run folder."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spark_node import config as configuration
+from spark_node.config import Config
+from spark_node.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from spark_node.data.datasets import Dataset
+    from spark_node.data.partitions import Partition
+    from spark_node.observe.display import Display
+    from spark_node.observe.history import Run
+    from spark_node.observe.run_folder import RunFolder
+
+EXIT_CODES = {"complete": 0, "failed": 1, "interrupted": 130}
+ERROR_LOG = "error.log"
+
+_GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "the network": {
+        "--algorithm": ("run.algorithm", "NAME"),
+        "--nodes": ("run.nodes", "N"),
+        "--rounds": ("run.rounds", "R"),
+        "--topology": ("topology.kind", "KIND"),
+        "--degree": ("topology.degree", "K"),
+        "--kernel": ("learning.kernel", "KIND"),
+        "--seed": ("run.seed", "SEED"),
+    },
+    "the data": {
+        "--dataset": ("data.dataset", "NAME"),
+        "--data-dir": ("data.folder", "DIR"),
+        "--partition": ("data.partition", "HOW"),
+    },
+    "the machine": {
+        "--transport": ("run.transport", "NAME"),
+        "--device": ("run.device", "NAME"),
+        "--workers": ("run.workers", "N"),
+    },
+}
+FLAGS = {flag: key for group in _GROUPS.values() for flag, (key, _) in group.items()}
+
+_DESCRIPTION = """\
+Train a network of peers on this machine, show its progress live and write a run folder: config.toml,
+rounds.jsonl, summary.json, plots/ and report.html. Settings come from, weakest first: defaults, --preset,
+--config, environment (SPARK_SECTION__KEY=value), flags and --set."""
+
+_EPILOG = """\
+examples:
+  spark-dfl run --preset demo
+  spark-dfl run --preset paper --data-dir /data/fashion-mnist --rounds 5
+  spark-dfl run --algorithm ntk-dfl --nodes 50 --degree 6 --partition dirichlet:0.1
+  spark-dfl run --set learning.eta=0.02 --set model.hidden=[200,100] --out runs/wide
+  spark-dfl run --config runs/wide/config.toml          the same run again
+  spark-dfl run --preset demo --quiet --json            only the summary, as JSON, on stdout
+
+exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted (finished rounds are kept)"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `run` command."""
+    parser = subparsers.add_parser(
+        "run",
+        usage="%(prog)s [--preset NAME] [--config FILE] [--set SECTION.KEY=VALUE ...] [FLAG ...]",
+        help="train a network on this machine and write a run folder",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_sources(parser)
+    known = {setting.key: setting for setting in configuration.settings()}
+    for title, flags in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag, (key, metavar) in flags.items():
+            group.add_argument(flag, metavar=metavar, dest=key, help=_help(known[key]))
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", metavar="DIR", help="run folder (default: runs/DATASET-ALGORITHM-TIME)")
+    output.add_argument("--quiet", action="store_true", help="no live view, only one line with the answer, on stderr")
+    output.add_argument("--json", action="store_true", help="print summary.json on stdout at the end")
+    parser.set_defaults(func=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Check everything, run, write the run folder, give the answer."""
+    if args.settings:
+        return _list_settings(as_json=args.json)
+    config = load_config(args)
+
+    from spark_node import topology
+    from spark_node.observe import display
+    from spark_node.observe.run_folder import RunFolder, check_is_free
+
+    path = _new_folder(args.out, config)
+    check_is_free(path)
+    topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
+    with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
+        check_device(config.run.device)
+        dataset, partition = _deal(config)
+        counts = _label_counts(dataset, partition)
+        command_line = shlex.join(["spark-dfl", *args.argv])
+        folder = RunFolder(path, config, command=command_line, label_counts=counts)
+        status, failure = _train(config, dataset, partition, folder, shown)
+        shown.note("Writing the report")
+        run = folder.finish(status)
+        report = _write_report(run)
+        shown.finished(run, report)
+    if failure is not None:
+        _complain(f"the run failed: {reason(failure)}; {path / ERROR_LOG} has the details")
+    if args.json:
+        print(json.dumps(run.summary, indent=2))
+    return EXIT_CODES[status]
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The effective configuration of the given flags; ConfigError where they are wrong."""
+    types = {setting.key: setting.type for setting in configuration.settings()}
+    given: dict[str, Any] = {}
+    for key in FLAGS.values():
+        raw = getattr(args, key)
+        if raw is not None:
+            given[key] = raw if types[key] == "str" else configuration.parse_assignment(f"{key}={raw}")[1]
+    for assignment in args.set:
+        key, value = configuration.parse_assignment(assignment)
+        flag = next((flag for flag, its in FLAGS.items() if its == key), None)
+        if flag is not None and getattr(args, key) is not None:
+            raise ConfigError(f"{key} is given twice, by {flag} and by --set {assignment}; give it once")
+        given[key] = value
+    return configuration.load(args.preset, args.config and Path(args.config), flags=given)
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that this machine or this build of torch does not have."""
+    import torch
+
+    kinds = ["cpu"]
+    kinds += [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    kinds += ["mps"] if torch.backends.mps.is_available() else []
+    try:
+        device = torch.device(name)
+        if device.type in {kind.partition(":")[0] for kind in kinds}:
+            torch.empty(1, device=device)
+            return
+    except (RuntimeError, AssertionError):
+        pass
+    raise ConfigError(f"run.device = {name!r}: not on this machine; allowed here: {', '.join(kinds)}")
+
+
+def reason(error: BaseException) -> str:
+    """The first cause of a failure on one line; groups of concurrent failures are looked into."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    said = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    sources = parser.add_argument_group("where settings come from")
+    sources.add_argument("--preset", metavar="NAME", help=f"one of: {', '.join(configuration.presets())}")
+    sources.add_argument("--config", metavar="FILE", help="a TOML file, for example the config.toml of another run")
+    sources.add_argument(
+        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any setting; may be repeated"
+    )
+    sources.add_argument("--settings", action="store_true", help="list every setting and exit")
+
+
+def _help(setting: configuration.Setting) -> str:
+    default = f"default: {setting.default}" if setting.default != "" else ""
+    allowed = "" if setting.allowed == "text" else f"allowed: {setting.allowed}"
+    notes = "; ".join(note for note in (allowed, default) if note)
+    return f"{setting.help} ({notes})".replace("%", "%%") if notes else setting.help.replace("%", "%%")
+
+
+def _new_folder(out: str | None, config: Config) -> Path:
+    if out is not None:
+        return Path(out)
+    stem = f"{config.data.dataset}-{config.run.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = Path("runs", stem), 1
+    while path.exists():
+        count += 1
+        path = Path("runs", f"{stem}-{count}")
+    return path
+
+
+def _deal(config: Config) -> "tuple[Dataset, Partition]":
+    """The dataset, and who holds which of its samples."""
+    from spark_node.data.datasets import load
+    from spark_node.data.partitions import partition
+
+    settings = config.data
+    dataset = load(settings.dataset, Path(settings.folder) if settings.folder else None)
+    dealt = partition(
+        settings.partition,
+        dataset,
+        config.run.nodes,
+        samples_per_node=settings.samples_per_node,
+        disjoint=settings.disjoint,
+        seed=config.run.seed,
+    )
+    return dataset, dealt
+
+
+def _label_counts(dataset: "Dataset", partition: "Partition") -> list[list[int]]:
+    import numpy as np
+
+    labels = dataset.train.labels
+    return [np.bincount(labels[own], minlength=dataset.classes).tolist() for own in partition.indices]
+
+
+def _train(
+    config: Config, dataset: "Dataset", partition: "Partition", folder: "RunFolder", shown: "Display"
+) -> tuple[str, Exception | None]:
+    """How the run ended, and why if it failed; an error from before its start is raised as it is."""
+    from spark_node.launch.memory import run_in_memory
+    from spark_node.observe.watchers import Together
+
+    try:
+        run_in_memory(config, dataset, partition, Together(folder, shown))
+    except KeyboardInterrupt:
+        if not folder.has_started:
+            raise
+        return "interrupted", None
+    except Exception as error:
+        if not folder.has_started:
+            raise
+        _log(error, folder.path)
+        return "failed", error
+    return "complete", None
+
+
+def _write_report(run: "Run") -> Path | None:
+    """The report; a run that went well is not lost to a plot that did not."""
+    try:
+        from spark_node.observe.report import write_report
+
+        return write_report(run)
+    except (Exception, KeyboardInterrupt) as error:
+        _complain(f"no report: {reason(error)}; try again with: spark-dfl report {shlex.quote(str(run.path))}")
+        return None
+
+
+def _log(error: Exception, folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / ERROR_LOG).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+
+
+def _complain(message: str) -> None:
+    print(f"spark-dfl: error: {message}", file=sys.stderr)
+
+
+def _list_settings(as_json: bool) -> int:
+    known = configuration.settings()
+    if as_json:
+        print(json.dumps([vars(setting) for setting in known], indent=2))
+        return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("setting", no_wrap=True, style="cyan")
+    table.add_column("default", overflow="fold")
+    table.add_column("allowed", overflow="fold", style="dim")
+    table.add_column("meaning")
+    for index, setting in enumerate(known):
+        section = setting.key.partition(".")[0]
+        if index and not known[index - 1].key.startswith(f"{section}."):
+            table.add_section()
+        table.add_row(setting.key, _shown(setting.default), setting.allowed, setting.help)
+    console.print(table, markup=False)
+    console.print("Set one with --set KEY=VALUE, in a TOML file as [section] key = VALUE (--config FILE), or as")
+    console.print("SPARK_SECTION__KEY=VALUE in the environment.", markup=False)
+    return 0
+
+
+def _shown(default: configuration.Value) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return str(list(default))
+    return '""' if default == "" else str(default)

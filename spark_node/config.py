@@ -1,0 +1,364 @@
+"""One typed configuration. Layers, weakest first: defaults, preset, file, environment, flags.
+
+Every setting is a field with a type, a range and a line of help; every layer is checked the same way, and a
+mistake is one line that names the key, the value, where it came from and what is allowed.
+"""
+
+import dataclasses
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from spark_node.errors import ConfigError
+
+ALGORITHMS = ("spark", "ntk-dfl")
+DATASETS = ("digits", "fashion-mnist", "mnist", "mnist-writers", "femnist", "cifar10")
+TOPOLOGIES = ("regular", "cluster", "erdos-renyi", "ring", "line")
+
+Scalar = bool | int | float | str
+Value = Scalar | tuple[int, ...]
+
+
+def _choice(default: str, options: Iterable[str], text: str) -> Any:
+    return field(default=default, metadata={"options": tuple(options), "help": text})
+
+
+def _number(default: float, low: float, high: float, text: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "help": text})
+
+
+def _integers(default: tuple[int, ...], low: int, high: int, text: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "help": text})
+
+
+def _text(default: str, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _flag(default: bool, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is run, and on what."""
+
+    algorithm: str = _choice("spark", ALGORITHMS, "the learning algorithm")
+    nodes: int = _number(20, 1, 100_000, "number of peers")
+    rounds: int = _number(20, 1, 1_000_000, "communication rounds R")
+    seed: int = _number(0, 0, 2**63 - 1, "the one seed of every random choice")
+    target_accuracy: float = _number(0.85, 0.0, 1.0, "aggregated accuracy whose rounds and bytes are reported")
+    transport: str = _choice("memory", ("memory",), "how messages travel between the peers")
+    device: str = _text("cpu", "torch device of every peer: cpu, cuda, cuda:1, ...")
+    workers: int = _number(0, 0, 1024, "peers that compute at once on this machine; 0 = one a core")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which samples each peer holds."""
+
+    dataset: str = _choice("digits", DATASETS, "the dataset; digits is embedded, others: spark-dfl data list")
+    folder: str = _text("", "folder of the dataset's files; empty = look in the usual places")
+    partition: str = _text("iid", "iid | dirichlet:ALPHA | writer | file:PATH")
+    samples_per_node: int = _number(200, 0, 10_000_000, "samples a peer draws (iid, dirichlet); 0 = an equal share")
+    disjoint: bool = _flag(False, "dirichlet: no sample belongs to two peers")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model, the same initial weights on every peer."""
+
+    kind: str = _text("mlp", "mlp | cnn | package.module:factory (a callable that returns a torch.nn.Module)")
+    hidden: tuple[int, ...] = _integers((100,), 1, 65536, "hidden widths of the mlp, or of the cnn's head")
+    channels: tuple[int, ...] = _integers((8, 16), 1, 4096, "channels of the cnn's convolutions")
+    activation: str = _choice("relu", ("relu", "tanh", "gelu", "silu", "sigmoid"), "activation of mlp and cnn")
+    init: str = _choice("kaiming", ("kaiming", "torch"), "kaiming (normal, fan-in, zero bias) or torch's default")
+
+
+@dataclass(frozen=True)
+class TopologySettings:
+    """Who talks to whom."""
+
+    kind: str = _choice("regular", TOPOLOGIES, "graph of a round")
+    degree: int = _number(5, 1, 99_999, "neighbours per peer (kappa); the mean for erdos-renyi; ring and line have 2")
+    fresh: bool = _flag(True, "a new graph every round; false keeps the first one")
+
+
+@dataclass(frozen=True)
+class LearningSettings:
+    """Kernel evolution (the paper's eta, T and t*)."""
+
+    eta: float = _number(0.01, 1e-9, 1e3, "learning rate eta of the evolution")
+    eta_decay: float = _number(0.0, 0.0, 10.0, "eta is multiplied by exp(-eta_decay * (round - 1))")
+    eta_boost: float = _number(1.0, 1e-3, 1e3, "factor on eta in the rounds of eta_boost_rounds")
+    eta_boost_rounds: tuple[int, ...] = _integers((), 1, 1_000_000, "rounds of the cyclic learning-rate boost")
+    loss: str = _choice("cross-entropy", ("cross-entropy", "squared"), "loss of the evolution")
+    kernel: str = _choice("trace", ("trace", "full"), "N x N mean over classes, or the full (N C) x (N C) kernel")
+    linearize_at: str = _choice(
+        "receiver", ("receiver", "sender"), "whose consensus weights the Jacobians are taken at"
+    )
+    integrator: str = _choice("rkc", ("rkc", "dopri5", "euler"), "rkc: stabilised; dopri5: adaptive; euler: literal")
+    tolerance: float = _number(0.03, 1e-10, 1.0, "relative error of the integrators rkc and dopri5")
+    timesteps: tuple[int, ...] = _integers(
+        tuple(range(100, 801, 100)), 1, 1_000_000, "grid T of evolution times among which t* is chosen"
+    )
+    select_by: str = _choice(
+        "linearized", ("linearized", "model"), "loss that chooses t*: of f_t, or of the real network"
+    )
+    subsample: int = _number(1, 1, 10_000, "m: each round a seeded 1/m of a peer's samples")
+    jacobian: str = _choice("auto", ("auto", "factored", "dense"), "form of the Jacobian; auto = per layer the smaller")
+    jacobian_chunk: int = _number(50, 1, 1_000_000, "samples per chunk of a Jacobian, to bound memory")
+
+
+@dataclass(frozen=True)
+class MomentumSettings:
+    """The velocity (the paper's v and mu)."""
+
+    kind: str = _choice("nesterov", ("nesterov", "heavy-ball", "off"), "kind of momentum")
+    mu: float = _number(0.9, 0.0, 0.9999, "momentum coefficient mu")
+    average_velocity: bool = _flag(False, "neighbours average velocities together with weights (twice the bytes)")
+
+
+@dataclass(frozen=True)
+class DistillationSettings:
+    """Stage-wise annealed distillation (Algorithm 2)."""
+
+    enabled: bool = _flag(True, "mix soft labels into the targets after the warm-up")
+    r_warm: int = _number(10, 0, 1_000_000, "warm-up rounds R_warm with hard labels only")
+    alpha_init: float = _number(1.0, 0.0, 1.0, "weight of the hard labels when the warm-up ends")
+    alpha_final: float = _number(0.5, 0.0, 1.0, "weight of the hard labels in the last round")
+    tau_init: float = _number(1.0, 1e-3, 1e3, "temperature of the soft labels when the warm-up ends")
+    tau_final: float = _number(3.0, 1e-3, 1e3, "temperature of the soft labels in the last round")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    run: RunSettings = RunSettings()
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    topology: TopologySettings = TopologySettings()
+    learning: LearningSettings = LearningSettings()
+    momentum: MomentumSettings = MomentumSettings()
+    distillation: DistillationSettings = DistillationSettings()
+
+    def replace(self, **settings: Any) -> "Config":
+        """A copy with settings given as section__key=value, checked like any other layer."""
+        changes = {key.replace("__", ".", 1): value for key, value in settings.items()}
+        return _apply(self, [("replace()", changes)])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting as help pages, the loader and the documentation see it."""
+
+    key: str
+    type: str
+    default: Value
+    allowed: str
+    help: str
+
+
+def settings() -> list[Setting]:
+    """Every setting there is, in order."""
+    return [
+        Setting(f"{section}.{f.name}", _type_name(f), _plain(f.default), _allowed(f), f.metadata["help"])
+        for section, fields in _schema().items()
+        for f in fields.values()
+    ]
+
+
+def presets() -> list[str]:
+    """Names of the presets that come with the package."""
+    folder = resources.files("spark_node") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(
+    preset: str | None = None,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """The effective configuration: defaults < preset < file < environment < flags {"section.key": value}."""
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if preset is not None:
+        if preset not in presets():
+            raise ConfigError(f"preset = {preset!r}: unknown; allowed: {', '.join(presets())}")
+        text = (resources.files("spark_node") / "presets" / f"{preset}.toml").read_text(encoding="utf-8")
+        layers.append((f"preset {preset}", _flatten(tomllib.loads(text), f"preset {preset}")))
+    if file is not None:
+        layers.append((str(file), _flatten(_read_toml(file), str(file))))
+    layers.append(("environment", _from_environment(os.environ if environment is None else environment)))
+    layers.append(("flags", flags or {}))
+    return _apply(Config(), layers)
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`section.key=value` of --set as (key, value); the value is TOML, or plain text where it is not."""
+    key, equals, raw = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: expected section.key=value, for example --set learning.eta=0.02")
+    return key.strip(), _parse_value(raw.strip())
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that `load(file=...)` reads back to the same configuration."""
+    lines: list[str] = []
+    for section, fields in _schema().items():
+        part = getattr(config, section)
+        lines += [f"[{section}]", *(f"{name} = {_toml_value(getattr(part, name))}" for name in fields), ""]
+    return "\n".join(lines)
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as plain dictionaries, for JSON."""
+    return dataclasses.asdict(config)
+
+
+def _schema() -> dict[str, dict[str, "dataclasses.Field[Any]"]]:
+    return {
+        section.name: {f.name: f for f in dataclasses.fields(section.default)}  # type: ignore[arg-type]
+        for section in dataclasses.fields(Config)
+    }
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file}: cannot be read ({error.strerror}); give an existing TOML file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {file}: not TOML ({error})") from None
+
+
+def _flatten(tree: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    known = ", ".join(f"[{name}]" for name in _schema())
+    for section, entries in tree.items():
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{section} = {entries!r} ({origin}): settings stand in a section; allowed: {known}")
+        if section not in _schema():
+            raise ConfigError(f"[{section}] ({origin}): unknown section; allowed: {known}")
+        flat.update({f"{section}.{key}": value for key, value in entries.items()})
+    return flat
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """SPARK_SECTION__KEY=value, for example SPARK_LEARNING__ETA=0.02."""
+    found = {}
+    for name, raw in environment.items():
+        if name.startswith("SPARK_") and "__" in name:
+            section, _, key = name.removeprefix("SPARK_").lower().partition("__")
+            found[f"{section}.{key}"] = _parse_value(raw)
+    return found
+
+
+def _parse_value(raw: str) -> Any:
+    try:
+        tree = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError):
+        return raw
+    return tree["value"] if len(tree) == 1 else raw
+
+
+def _apply(config: Config, layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
+    schema = _schema()
+    changed: dict[str, dict[str, Any]] = {section: {} for section in schema}
+    for origin, layer in layers:
+        for key, value in layer.items():
+            section, _, name = key.partition(".")
+            if section not in schema:
+                raise ConfigError(f"{key} = {value!r} ({origin}): unknown section; allowed: {', '.join(schema)}")
+            if name not in schema[section]:
+                known = ", ".join(schema[section])
+                raise ConfigError(f"{key} = {value!r} ({origin}): unknown key; [{section}] has: {known}")
+            changed[section][name] = _checked(key, value, schema[section][name], origin)
+    parts = {s: dataclasses.replace(getattr(config, s), **values) for s, values in changed.items()}
+    result = dataclasses.replace(config, **parts)
+    _check_together(result)
+    return result
+
+
+def _checked(key: str, value: Any, spec: "dataclasses.Field[Any]", origin: str) -> Value:
+    """The value in its field's type, or ConfigError."""
+    default, meta = spec.default, spec.metadata
+
+    def refuse() -> ConfigError:
+        return ConfigError(f"{key} = {value!r} ({origin}): allowed: {_allowed(spec)}")
+
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise refuse()
+        return value
+    if isinstance(default, str):
+        if not _is_text(value) or value not in meta.get("options", (value,)):
+            raise refuse()
+        return str(value)
+    numbers = value if isinstance(default, tuple) else [value]
+    if not isinstance(numbers, list | tuple):
+        raise refuse()
+    whole = isinstance(default, int | tuple)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int if whole else int | float):
+            raise refuse()
+        if not meta["low"] <= number <= meta["high"]:
+            raise refuse()
+    if isinstance(default, tuple):
+        return tuple(numbers)
+    return int(value) if whole else float(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a file can hold it: bytes that are no UTF-8 reach us as lone surrogates."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _check_together(config: Config) -> None:
+    """What no single setting can say."""
+    steps = config.learning.timesteps
+    if not steps or any(b <= a for a, b in pairwise(steps)):
+        raise ConfigError(f"learning.timesteps = {list(steps)}: allowed: a rising list of at least one step count")
+    kind = config.model.kind
+    if kind not in ("mlp", "cnn") and ":" not in kind:
+        raise ConfigError(f"model.kind = {kind!r}: allowed: mlp, cnn, or package.module:factory")
+    if kind == "cnn" and not config.model.channels:
+        raise ConfigError("model.channels = []: a cnn needs at least one convolution, for example [8, 16]")
+
+
+def _plain(value: Any) -> Value:
+    result: Value = value
+    return result
+
+
+def _type_name(spec: "dataclasses.Field[Any]") -> str:
+    return "list of int" if isinstance(spec.default, tuple) else type(spec.default).__name__
+
+
+def _allowed(spec: "dataclasses.Field[Any]") -> str:
+    default, meta = spec.default, spec.metadata
+    if "options" in meta:
+        return ", ".join(meta["options"])
+    if isinstance(default, bool):
+        return "true, false"
+    if isinstance(default, str):
+        return "text"
+    kind = {tuple: "a list of whole numbers", int: "a whole number", float: "a number"}[type(default)]
+    return f"{kind} from {meta['low']} to {meta['high']}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes, and DEL
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return repr(value)

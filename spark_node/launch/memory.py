@@ -1,0 +1,140 @@
+"""A whole network in one process: every peer a Node, messages handed over in memory, a few worker threads."""
+
+import asyncio
+import copy
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spark_node import model
+from spark_node.config import Config
+from spark_node.data.datasets import Dataset
+from spark_node.data.partitions import Partition
+from spark_node.learning.algorithms import make_algorithm
+from spark_node.membership import Membership, peer_names
+from spark_node.node import Node, RoundResult, Timings
+from spark_node.observe.accuracy import accuracy, mean_weights
+from spark_node.observe.records import RoundRecord, RunInfo, Watcher
+from spark_node.transport.memory import MemoryNetwork
+
+
+class MemoryRun:
+    """The network and its observer. `nodes` stays readable after the run: tests and notebooks look inside."""
+
+    def __init__(self, config: Config, dataset: Dataset, partition: Partition) -> None:
+        self.config = config
+        device = torch.device(config.run.device)
+        self.module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed).to(device)
+        self.network = MemoryNetwork()
+        self.test_x = dataset.standardise(dataset.test.pixels).to(device)
+        self.test_y = torch.from_numpy(dataset.test.labels).to(device)
+        self.samples = tuple(len(indices) for indices in partition.indices)
+        names = peer_names(config.run.nodes)
+        self.membership = Membership(names, config.run.seed, config.topology)
+        self._workers = config.run.workers or os.cpu_count() or 1
+        self.nodes: list[Node] = []
+        for name, indices in zip(names, partition.indices, strict=True):
+            x = dataset.standardise(dataset.train.pixels[indices]).to(device)
+            y = torch.from_numpy(dataset.train.labels[indices]).to(device)
+            self.nodes.append(self._node(name, x, y, dataset.classes))
+
+    def _node(self, name: str, x: Tensor, y: Tensor, classes: int) -> Node:
+        timings = Timings()
+        algorithm = make_algorithm(self.config, name, copy.deepcopy(self.module), x, y, timings)
+        transport = self.network.transport(name)
+        return Node(name, algorithm, self.membership, transport, self._compute, timings, classes=classes)
+
+    async def _compute(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def run(self, watcher: Watcher) -> None:
+        """All rounds. One torch thread a worker: many peers at once beat many threads a peer."""
+        info = RunInfo(model.flatten(self.module).numel(), len(self.nodes), self.samples, len(self.test_y))
+        watcher.started(info)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,)) as self._pool:
+                asyncio.run(self._rounds(watcher))
+        finally:
+            torch.set_num_threads(threads)
+
+    async def _rounds(self, watcher: Watcher) -> None:
+        for k in range(1, self.config.run.rounds + 1):
+            start, before = time.perf_counter(), dict(self.network.bytes_sent)
+            results = await self._round(k, watcher)
+            trained = time.perf_counter()
+            aggregated, clients = await self._evaluate()
+            sent = {kind: count - before[kind] for kind, count in self.network.bytes_sent.items()}
+            watcher.round_done(_record(k, results, aggregated, clients, sent, start, trained))
+
+    async def _round(self, k: int, watcher: Watcher) -> list[RoundResult]:
+        done = 0
+
+        async def one(node: Node) -> RoundResult:
+            nonlocal done
+            result = await node.round(k)
+            done += 1
+            watcher.progress(k, done, len(self.nodes))
+            return result
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(node)) for node in self.nodes]
+        return [task.result() for task in tasks]
+
+    async def _evaluate(self) -> tuple[float, list[float]]:
+        """Accuracy of the mean model and of every peer's own, on the whole test set."""
+        models = [node.algorithm.weights for node in self.nodes]
+        jobs = [self._compute(self._score, w) for w in [mean_weights(models), *models]]
+        aggregated, *clients = await asyncio.gather(*jobs)
+        return aggregated, clients
+
+    def _score(self, w: Tensor) -> float:
+        return accuracy(_private_copy(self.module), w, self.test_x, self.test_y)
+
+
+def run_in_memory(config: Config, dataset: Dataset, partition: Partition, watcher: Watcher) -> None:
+    """Train a whole network in this process and tell the watcher about it."""
+    MemoryRun(config, dataset, partition).run(watcher)
+
+
+def _private_copy(module: nn.Module) -> nn.Module:
+    """functional_call swaps a module's parameters while it runs, so threads must not share one."""
+    return copy.deepcopy(module)
+
+
+def _record(
+    k: int,
+    results: list[RoundResult],
+    aggregated: float,
+    clients: list[float],
+    sent: dict[str, int],
+    start: float,
+    trained: float,
+) -> RoundRecord:
+    stages: dict[str, float] = defaultdict(float)
+    for result in results:
+        for stage, seconds in result.seconds.items():
+            stages[stage] += seconds
+    now = time.perf_counter()
+    facts = [result.facts for result in results]
+    return RoundRecord(
+        round=k,
+        aggregated_accuracy=aggregated,
+        client_accuracy=tuple(clients),
+        bytes_sent=sent,
+        seconds={"round": now - start, "training": trained - start, "evaluation": now - trained, **stages},
+        neighbours_expected=sum(result.expected for result in results),
+        neighbours_used=sum(result.used for result in results),
+        loss=sum(f["loss"] for f in facts) / len(facts),
+        t_star_mean=sum(f["t_star"] for f in facts) / len(facts),
+        eta=facts[0]["eta"],
+        alpha=facts[0]["alpha"],
+        tau=facts[0]["tau"],
+    )

@@ -1,0 +1,42 @@
+"""The seam between a peer and what it learns by.
+
+A round is a few stages. In each the algorithm says what goes to which neighbour, and then folds in what came back
+from whoever answered in time. An algorithm holds one peer's state and knows neither clock nor network.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from torch import Tensor
+
+from spark_node.learning.messages import Message
+
+Stopwatch = Callable[[str], AbstractContextManager[object]]
+"""Times a named part of the work: `with stopwatch("kernel"): ...`. The caller owns the clock."""
+
+
+def no_stopwatch(_: str) -> AbstractContextManager[object]:
+    """For callers who do not measure."""
+    return nullcontext()
+
+
+class Algorithm(Protocol):
+    """One peer's learner."""
+
+    @property
+    def stages(self) -> Sequence[str]:
+        """The exchanges of a round, in order."""
+
+    @property
+    def weights(self) -> Tensor:
+        """The peer's model as it is now, flat."""
+
+    def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
+        """Called first in a stage of round k: what to send to which neighbour."""
+
+    def incorporate(self, stage: str, k: int, arrived: Mapping[str, Message]) -> None:
+        """Called last in a stage: fold in what came from whoever answered. After the last stage the round is done."""
+
+    def facts(self) -> dict[str, float]:
+        """Figures of the finished round for logs and metrics: loss, t_star, eta, ..."""

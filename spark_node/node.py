@@ -1,0 +1,94 @@
+"""One peer's round. Who the neighbours are comes from `membership`, what is said from `algorithm`."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from spark_node.learning.algorithm import Algorithm
+from spark_node.learning.messages import Message, check
+from spark_node.membership import Membership
+from spark_node.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+class Compute(Protocol):
+    """Runs heavy work away from the event loop and gives its result."""
+
+    def __call__(self, work: Callable[..., Any], *arguments: Any) -> Awaitable[Any]: ...
+
+
+@dataclass
+class Timings:
+    """Seconds by part of the round."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last call."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a peer tells of a finished round."""
+
+    expected: int
+    """Messages that its neighbours owed it in this round."""
+    used: int
+    seconds: dict[str, float]
+    facts: dict[str, float]
+
+
+class Node:
+    """A peer: its learner, its neighbours, its way to them."""
+
+    def __init__(
+        self,
+        peer: str,
+        algorithm: Algorithm,
+        membership: Membership,
+        transport: Transport,
+        compute: Compute,
+        timings: Timings,
+        *,
+        classes: int,
+        deadline: float | None = None,
+    ) -> None:
+        self.peer, self.algorithm = peer, algorithm
+        self._membership, self._transport, self._compute = membership, transport, compute
+        self._timings, self._classes, self._deadline = timings, classes, deadline
+
+    async def round(self, k: int) -> RoundResult:
+        """Round k of Algorithm 1: in each stage say one's part, hear the neighbours', fold it in."""
+        neighbours = self._membership.neighbours(self.peer, k)
+        used = neighbours
+        for stage in self.algorithm.stages:
+            outgoing = await self._compute(self.algorithm.outgoing, stage, k, neighbours)
+            await asyncio.gather(*(self._transport.send(peer, stage, k, m) for peer, m in outgoing.items()))
+            arrived = await self._transport.gather(stage, k, neighbours, self._deadline)
+            sound = {peer: m for peer, m in arrived.items() if self._accept(peer, stage, k, m)}
+            await self._compute(self.algorithm.incorporate, stage, k, sound)
+            used = tuple(peer for peer in used if peer in sound)
+        return RoundResult(len(neighbours), len(used), self._timings.take(), self.algorithm.facts())
+
+    def _accept(self, peer: str, stage: str, k: int, message: Message) -> bool:
+        """A neighbour that sends nonsense is left out of the round."""
+        reason = check(message, self.algorithm.weights.numel(), self._classes)
+        if reason is not None:
+            log.warning("round %d, %s: %s sent %s; left out", k, stage, peer, reason)
+        return reason is None

@@ -1,0 +1,28 @@
+"""Test accuracy of flat weight vectors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from spark_node.model import ParameterLayout
+
+
+def accuracy(module: nn.Module, w: Tensor, x: Tensor, y: Tensor, batch: int = 2000) -> float:
+    """Fraction of the samples whose largest logit is their label's."""
+    parameters = ParameterLayout.of(module).unflatten(w)
+    hits = 0
+    with torch.no_grad():
+        for inputs, labels in zip(x.split(batch), y.split(batch), strict=True):
+            logits = functional_call(module, parameters, (inputs,))
+            hits += int((logits.argmax(1) == labels).sum())
+    return hits / len(y)
+
+
+def mean_weights(models: Sequence[Tensor]) -> Tensor:
+    """The aggregated model: the plain mean of all peers' weights, added in float64."""
+    total = torch.zeros_like(models[0], dtype=torch.float64)
+    for w in models:
+        total += w
+    return (total / len(models)).to(models[0])

@@ -1,0 +1,206 @@
+"""The run folder: written while a run goes on, read back for reports.
+
+config.toml, partition.json and rounds.jsonl grow with the run; summary.json is written last, in one step.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from spark_node import config as configuration
+from spark_node.config import Config
+from spark_node.errors import UserError
+from spark_node.observe.environment import environment, load_average, peak_rss, torch_threads
+from spark_node.observe.history import Round, Run, summarise
+from spark_node.observe.records import RoundRecord, RunInfo
+
+CONFIG, PARTITION, ROUNDS, SUMMARY = "config.toml", "partition.json", "rounds.jsonl", "summary.json"
+REPORT, PLOTS = "report.html", "plots"
+
+_SUMMARY_TYPES: dict[str, type | tuple[type, ...]] = {
+    "status": str,
+    "final": dict,
+    "bytes_sent": dict,
+    "seconds": dict,
+    "memory": dict,
+    "per_peer": dict,
+    "environment": dict,
+    "peers": int,
+    "parameters": (int, type(None)),
+}
+
+
+class RunFolder:
+    """A watcher that writes what it sees. Nothing is on disk before `started`: a bad start leaves nothing."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        *,
+        command: str = "",
+        label_counts: Sequence[Sequence[int]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self._config = config
+        self._command = command
+        self._label_counts = label_counts
+        self._clock = clock
+        self._info: RunInfo | None = None
+        self._began = 0.0
+        self._environment: dict[str, Any] = {}
+        self._rounds: list[Round] = []
+        self._client_accuracy: tuple[float, ...] = ()
+        self._log: TextIO | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return self._info is not None
+
+    def started(self, info: RunInfo) -> None:
+        check_is_free(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / CONFIG).write_text(configuration.to_toml(self._config), encoding="utf-8")
+            if self._label_counts:
+                counts = [[int(count) for count in row] for row in self._label_counts]
+                write_atomically(self.path / PARTITION, json.dumps({"label_counts": counts}) + "\n")
+            self._log = (self.path / ROUNDS).open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {self.path}: cannot be written ({error.strerror}); give another folder") from None
+        self._environment = environment(self._config.run, self._command)
+        self._info = info
+        self._began = self._clock()
+
+    def progress(self, round: int, done: int, total: int) -> None:
+        """Only finished rounds are written."""
+
+    def round_done(self, record: RoundRecord) -> None:
+        assert self._log is not None, "round_done before started"
+        finished = Round.of(record)
+        self._log.write(json.dumps(finished.to_row()) + "\n")
+        self._log.flush()
+        if not self._rounds:
+            self._environment["threads"] = torch_threads()
+        self._rounds.append(finished)
+        self._client_accuracy = record.client_accuracy
+
+    def finish(self, status: str) -> Run:
+        """Write summary.json (status: complete, interrupted or failed) and hand back the run."""
+        assert self._log is not None, "finish before started"
+        assert self._info is not None
+        seconds = self._clock() - self._began
+        with contextlib.suppress(OSError):
+            self._log.close()
+        peak = peak_rss()
+        summary = summarise(
+            self._config,
+            self._rounds,
+            status=status,
+            seconds_total=seconds,
+            client_accuracy=self._client_accuracy,
+            peers=self._info.peers,
+            parameters=self._info.parameters,
+            test_samples=self._info.test_samples,
+            memory={} if peak is None else {"peak_rss": peak},
+            environment={**self._environment, "load_average_at_end": load_average()},
+        )
+        write_atomically(self.path / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        counts = tuple(tuple(int(count) for count in row) for row in self._label_counts)
+        return Run(self.path, self._config, tuple(self._rounds), summary, counts)
+
+
+def check_is_free(path: Path) -> None:
+    """Refuse a folder that a run could not be written to, before anything is computed."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out {path}: is a file; give a new folder")
+    parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out {path}: {parent} cannot be written to; give another folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(f"--out {path}: the folder is not empty; give a new one, or remove it first")
+
+
+def load_run(path: Path) -> Run:
+    """Read a run folder back; UserError where it is none. Without summary.json the run is unfinished."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; give the folder that `spark-dfl run` wrote")
+    missing = [name for name in (CONFIG, ROUNDS) if not (path / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{path}: not a run folder (no {' and no '.join(missing)}); give one that `spark-dfl run` wrote"
+        )
+    try:
+        config = configuration.load(file=path / CONFIG, environment={})
+        rounds = _read_rounds(path / ROUNDS)
+        summary = _read_summary(path / SUMMARY)
+        counts = _read_label_counts(path / PARTITION)
+    except (OSError, UserError) as error:
+        raise UserError(f"{path}: not a readable run folder: {error}") from None
+    if summary is None:
+        summary = summarise(config, rounds, status="unfinished", seconds_total=sum(r.wall for r in rounds))
+    return Run(path, config, rounds, summary, counts)
+
+
+def _read_rounds(file: Path) -> tuple[Round, ...]:
+    rounds = []
+    text = file.read_text(encoding="utf-8", errors="replace")
+    complete, _, _half_written = text.rpartition("\n")
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            rounds.append(Round.from_row(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{file.name}, line {number}: not a round ({type(error).__name__}: {error})") from None
+    return tuple(rounds)
+
+
+def _read_summary(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    summary = _read_json(file)
+    for key, kind in _SUMMARY_TYPES.items():
+        if not isinstance(summary.get(key, ...), kind):
+            raise UserError(f"{file.name}: {key} is missing or of another type")
+    if not isinstance(summary["seconds"].get("total"), int | float):
+        raise UserError(f"{file.name}: seconds.total is missing or no number")
+    accuracies = summary["per_peer"].get("accuracy")
+    if not isinstance(accuracies, list) or not all(isinstance(a, int | float | None) for a in accuracies):
+        raise UserError(f"{file.name}: per_peer.accuracy is missing or no list of numbers")
+    return summary
+
+
+def _read_label_counts(file: Path) -> tuple[tuple[int, ...], ...]:
+    if not file.exists():
+        return ()
+    counts = _read_json(file).get("label_counts")
+    if not isinstance(counts, list) or not all(isinstance(row, list) for row in counts):
+        raise UserError(f"{file.name}: label_counts is missing or no table")
+    flat = [count for row in counts for count in row]
+    if len({len(row) for row in counts}) > 1 or not all(type(count) is int and count >= 0 for count in flat):
+        raise UserError(f"{file.name}: label_counts is no table of whole numbers")
+    return tuple(tuple(row) for row in counts)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file.name}: not JSON ({error})") from None
+    if not isinstance(value, Mapping):
+        raise UserError(f"{file.name}: not a JSON object")
+    return dict(value)
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)

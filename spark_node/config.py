@@ -104,7 +104,7 @@ class LearningSettings:
         "receiver", ("receiver", "sender"), "whose consensus weights the Jacobians are taken at"
     )
     integrator: str = _choice("rkc", ("rkc", "dopri5", "euler"), "rkc: stabilised; dopri5: adaptive; euler: literal")
-    tolerance: float = _number(0.03, 1e-10, 1.0, "relative error of the integrators rkc and dopri5")
+    tolerance: float = _number(0.05, 1e-10, 1.0, "relative error of the integrators rkc and dopri5")
     timesteps: tuple[int, ...] = _integers(
         tuple(range(100, 801, 100)), 1, 1_000_000, "grid T of evolution times among which t* is chosen"
     )

@@ -46,7 +46,11 @@ def partition(
     if kind == "file" and argument and "\0" not in argument:
         return Partition(spec, _from_file(Path(os.path.expanduser(argument)), len(dataset.train), nodes))
     if nodes > len(dataset.train):
-        raise DataError(f"{nodes} peers are more than the {len(dataset.train)} training samples of {dataset.name}")
+        size = len(dataset.train)
+        raise DataError(
+            f"run.nodes = {nodes}: {nodes} peers are more than the {size} training samples of {dataset.name}; "
+            f"allowed: at most {size}"
+        )
     if spec == "iid":
         return Partition(spec, _iid(dataset, nodes, samples_per_node, seed))
     if spec == "writer":
@@ -54,7 +58,7 @@ def partition(
     if kind == "dirichlet" and argument:
         deal = _dirichlet_disjoint if disjoint else _dirichlet
         return Partition(spec, deal(_alpha(argument), dataset, nodes, samples_per_node, seed))
-    raise DataError(f"unknown partition {spec!r}; it is {SPECS}")
+    raise DataError(f"data.partition = {spec!r}: unknown partition; allowed: {SPECS}")
 
 
 def describe(partition: Partition, dataset: Dataset) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def _alpha(text: str) -> float:
         alpha = float("nan")
     if not 0 < alpha <= _LARGEST_ALPHA:
         allowed = f"a number above 0 and at most {_LARGEST_ALPHA:g}, as in dirichlet:0.1"
-        raise DataError(f"partition {'dirichlet:' + text!r}: ALPHA is {allowed}")
+        raise DataError(f"data.partition = {'dirichlet:' + text!r}: ALPHA is {allowed}")
     return alpha
 
 
@@ -137,7 +141,10 @@ def _by_writer(dataset: Dataset, nodes: int, seed: int) -> tuple[Integers, ...]:
     order = np.argsort(writers, kind="stable").astype(np.int64)
     samples = np.split(order, np.flatnonzero(np.diff(writers[order])) + 1)
     if nodes > len(samples):
-        raise DataError(f"{nodes} peers are more than the {len(samples)} writers of {dataset.name}")
+        raise DataError(
+            f"run.nodes = {nodes}: {nodes} peers are more than the {len(samples)} writers of {dataset.name}; "
+            f"allowed: at most {len(samples)}"
+        )
     stream(seed, "partition", "writer").shuffle(shuffled := list(range(len(samples))))
     shares: list[list[Integers]] = [[] for _ in range(nodes)]
     loads = [(0, node) for node in range(nodes)]
@@ -157,9 +164,15 @@ def _from_file(path: Path, size: int, nodes: int) -> tuple[Integers, ...]:
     if (falls := np.diff(offsets) < 0).any():
         raise DataError(f"{path}: offsets fall after node {int(falls.argmax())}")
     if nodes > len(offsets) - 1:
-        raise DataError(f"{path}: {nodes} peers are more than the {len(offsets) - 1} in the file")
+        most = len(offsets) - 1
+        raise DataError(
+            f"{path}: run.nodes = {nodes}: {nodes} peers are more than the {most} in the file; allowed: at most {most}"
+        )
     if (wrong := (indices < 0) | (indices >= size)).any():
-        raise DataError(f"{path}: index {indices[wrong.argmax()]} is outside the training set of {size} samples")
+        raise DataError(
+            f"data.partition = file:{path}: index {indices[wrong.argmax()]} is outside the training set of {size} "
+            f"samples; allowed: 0 to {size - 1}"
+        )
     shares = np.split(indices, offsets[1:-1])[:nodes]
     for node, share in enumerate(shares):
         if not len(share):

@@ -258,7 +258,7 @@ class TestRequest:
         "spec", ["", "IID", "iid:", "dirichlet", "dirichlet:", "file:", "file:~\0", "writer:3", "shards"]
     )
     def test_unknown_spec_says_what_is_allowed(self, spec: str) -> None:
-        with pytest.raises(DataError, match=r"unknown partition .* iid, dirichlet:ALPHA, writer or file:PATH"):
+        with pytest.raises(DataError, match=r"unknown partition.* iid, dirichlet:ALPHA, writer or file:PATH"):
             partition(spec, dataset(), 3)
 
     @pytest.mark.parametrize("spec", ["iid", "dirichlet:1"])

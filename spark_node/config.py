@@ -95,16 +95,18 @@ class LearningSettings:
     """Kernel evolution (the paper's eta, T and t*)."""
 
     eta: float = _number(0.01, 1e-9, 1e3, "learning rate eta of the evolution")
-    eta_decay: float = _number(0.0, 0.0, 10.0, "eta is multiplied by exp(-eta_decay * (round - 1))")
+    eta_decay: float = _number(0.0, 0.0, 10.0, "eta is multiplied by exp(-eta_decay * rounds since the decay began)")
+    eta_hold: int = _number(0, 0, 1_000_000, "rounds before the decay of eta begins")
     eta_boost: float = _number(1.0, 1e-3, 1e3, "factor on eta in the rounds of eta_boost_rounds")
     eta_boost_rounds: tuple[int, ...] = _integers((), 1, 1_000_000, "rounds of the cyclic learning-rate boost")
     loss: str = _choice("cross-entropy", ("cross-entropy", "squared"), "loss of the evolution")
     kernel: str = _choice("trace", ("trace", "full"), "N x N mean over classes, or the full (N C) x (N C) kernel")
+    full_rounds: int = _number(0, 0, 1_000_000, "first rounds that take the full kernel whatever `kernel` says")
     linearize_at: str = _choice(
         "receiver", ("receiver", "sender"), "whose consensus weights the Jacobians are taken at"
     )
     integrator: str = _choice("rkc", ("rkc", "dopri5", "euler"), "rkc: stabilised; dopri5: adaptive; euler: literal")
-    tolerance: float = _number(0.05, 1e-10, 1.0, "relative error of the integrators rkc and dopri5")
+    tolerance: float = _number(0.02, 1e-10, 1.0, "relative error of the integrators rkc and dopri5")
     timesteps: tuple[int, ...] = _integers(
         tuple(range(100, 801, 100)), 1, 1_000_000, "grid T of evolution times among which t* is chosen"
     )
@@ -132,9 +134,9 @@ class DistillationSettings:
     enabled: bool = _flag(True, "mix soft labels into the targets after the warm-up")
     r_warm: int = _number(10, 0, 1_000_000, "warm-up rounds R_warm with hard labels only")
     alpha_init: float = _number(1.0, 0.0, 1.0, "weight of the hard labels when the warm-up ends")
-    alpha_final: float = _number(0.5, 0.0, 1.0, "weight of the hard labels in the last round")
+    alpha_final: float = _number(0.7, 0.0, 1.0, "weight of the hard labels in the last round")
     tau_init: float = _number(1.0, 1e-3, 1e3, "temperature of the soft labels when the warm-up ends")
-    tau_final: float = _number(3.0, 1e-3, 1e3, "temperature of the soft labels in the last round")
+    tau_final: float = _number(1.3, 1e-3, 1e3, "temperature of the soft labels in the last round")
 
 
 @dataclass(frozen=True)

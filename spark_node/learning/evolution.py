@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_STAGES = 250
-FLOOR_F, FLOOR_S = 2.0, 0.3
+FLOOR_F, FLOOR_S = 1.0, 0.3
 
 
 class KernelOperator(Protocol):
@@ -98,7 +98,7 @@ def evolve(
     eta: float,
     timesteps: Sequence[int],
     integrator: str = "rkc",
-    tolerance: float = 0.05,
+    tolerance: float = 0.02,
     loss: str = "cross-entropy",
 ) -> Trajectory:
     """The trajectory of the predictions over the grid `timesteps` (rising)."""

@@ -12,16 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from spark_node.learning.jacobian import (
-    ChainedSignals,
-    FactoredLayer,
-    IdentitySignals,
-    Jacobian,
-    LayerJacobian,
-    SegmentedSignals,
-    Signals,
-    join_signals,
-)
+from spark_node.learning.layers import FactoredLayer, Jacobian, LayerJacobian
+from spark_node.learning.signals import ChainedSignals, IdentitySignals, SegmentedSignals, Signals, join_signals
 
 _ROW_BYTES = 64 * 2**20
 """What a chunk of written-out Jacobian rows may take while a trace kernel is built."""

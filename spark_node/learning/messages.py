@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spark_node.learning.jacobian import Jacobian
+from spark_node.learning.layers import Jacobian
 
 
 @dataclass(frozen=True)

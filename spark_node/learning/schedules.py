@@ -1,4 +1,4 @@
-"""The learning rate over rounds."""
+"""What changes over rounds: the learning rate and the kernel."""
 
 import math
 
@@ -6,6 +6,11 @@ from spark_node.config import LearningSettings
 
 
 def learning_rate(settings: LearningSettings, k: int) -> float:
-    """eta of round k (from 1): exponential decay, and the cyclic boost in its preset rounds."""
+    """eta of round k (from 1): constant at first, then exponential decay; boosted in its preset rounds."""
     boost = settings.eta_boost if k in settings.eta_boost_rounds else 1.0
-    return settings.eta * math.exp(-settings.eta_decay * (k - 1)) * boost
+    return settings.eta * math.exp(-settings.eta_decay * max(0, k - 1 - settings.eta_hold)) * boost
+
+
+def kernel(settings: LearningSettings, k: int) -> str:
+    """The kernel of round k: `kernel`, or the full one in the first `full_rounds` rounds."""
+    return "full" if k <= settings.full_rounds else settings.kernel

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spark_node.config import Config
-from spark_node.learning import distillation, momentum
+from spark_node.learning import distillation, momentum, schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
 from spark_node.learning.evolution import LOSSES, KernelOperator, Trajectory, choose_by_loss, evolve
 from spark_node.learning.jacobian import jacobian
 from spark_node.learning.kernel import KERNELS
 from spark_node.learning.messages import Message, Package, Weights
-from spark_node.learning.schedules import learning_rate
 from spark_node.model import ParameterLayout, flatten
 from spark_node.seeds import stream
 
@@ -103,10 +102,10 @@ class Spark:
         everyone = {**arrived, self.peer: self._linearise(self.w, k)}
         packages = {peer: everyone[peer] for peer in sorted(everyone)}
         settings = self.config.learning
-        eta = learning_rate(settings, k)
+        eta = schedules.learning_rate(settings, k)
         alpha, tau = distillation.schedule(self.config.distillation, k, self.config.run.rounds)
         with self._stopwatch("kernel"):
-            kernel = KERNELS[settings.kernel]([p.jacobian for p in packages.values()])
+            kernel = KERNELS[schedules.kernel(settings, k)]([p.jacobian for p in packages.values()])
         f0 = torch.cat([p.jacobian.logits for p in packages.values()])
         hard = nn.functional.one_hot(torch.cat([p.labels for p in packages.values()]), f0.shape[1]).to(f0)
         with self._stopwatch("evolution"):

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from spark_node.learning.jacobian import Jacobian, jacobian
+from spark_node.learning.jacobian import jacobian
+from spark_node.learning.layers import Jacobian
 from spark_node.model import ParameterLayout, cnn, initialise_kaiming, mlp
 
 CLASSES = 4

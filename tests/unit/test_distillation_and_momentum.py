@@ -8,7 +8,7 @@ import torch
 from spark_node.config import DistillationSettings, LearningSettings
 from spark_node.learning.distillation import schedule, target
 from spark_node.learning.momentum import step
-from spark_node.learning.schedules import learning_rate
+from spark_node.learning.schedules import kernel, learning_rate
 
 SETTINGS = DistillationSettings(r_warm=10, alpha_init=0.9, alpha_final=0.3, tau_init=1.5, tau_final=4.0)
 
@@ -66,3 +66,14 @@ def test_the_learning_rate_decays_and_is_boosted_in_its_rounds() -> None:
     assert learning_rate(settings, 1) == pytest.approx(0.01)
     assert learning_rate(settings, 3) == pytest.approx(0.02 * math.exp(-0.14))
     assert learning_rate(settings, 4) == pytest.approx(0.01 * math.exp(-0.21))
+
+
+def test_the_decay_may_begin_later() -> None:
+    settings = LearningSettings(eta=0.01, eta_decay=0.1, eta_hold=5)
+    assert [learning_rate(settings, k) for k in (1, 6)] == [0.01, 0.01]
+    assert learning_rate(settings, 8) == pytest.approx(0.01 * math.exp(-0.2))
+
+
+def test_the_full_kernel_may_be_kept_for_the_first_rounds() -> None:
+    settings = LearningSettings(kernel="trace", full_rounds=2)
+    assert [kernel(settings, k) for k in (1, 2, 3)] == ["full", "full", "trace"]

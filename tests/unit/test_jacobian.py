@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from spark_node.learning.jacobian import DenseLayer, FactoredLayer, jacobian
+from spark_node.learning.jacobian import jacobian
+from spark_node.learning.layers import DenseLayer, FactoredLayer
 from spark_node.model import flatten
 from tests.unit.networks import NETWORKS, autograd_jacobian, inputs, network, written_out
 

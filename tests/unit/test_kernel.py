@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from spark_node.learning import kernel as kernels
-from spark_node.learning.jacobian import FactoredLayer
 from spark_node.learning.kernel import FullKernel, TraceKernel, gram
+from spark_node.learning.layers import FactoredLayer
 from tests.unit.networks import CLASSES, NETWORKS, neighbourhood
 
 FORMS = {"factored": ["factored"] * 3, "dense": ["dense"] * 3, "auto": ["auto"] * 3}

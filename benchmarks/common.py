@@ -24,12 +24,15 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def report(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None) -> None:
     """Print the rows as a table and, where asked, write them as JSON with what they were measured beside."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
     table = Table(title=name)
     for column in rows[0]:
         table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console().print(table)
+    console.print(table)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         surroundings = environment(RunSettings(workers=1), " ".join(sys.argv))

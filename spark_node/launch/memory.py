@@ -16,7 +16,6 @@ from spark_node import model
 from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
-from spark_node.launch.allocator import keep_freed_memory
 from spark_node.learning.algorithms import make_algorithm
 from spark_node.membership import Membership, peer_names
 from spark_node.node import Node, RoundResult, Timings
@@ -58,7 +57,6 @@ class MemoryRun:
         """All rounds. One torch thread a worker: many peers at once beat many threads a peer."""
         info = RunInfo(model.flatten(self.module).numel(), len(self.nodes), self.samples, len(self.test_y))
         watcher.started(info)
-        keep_freed_memory()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

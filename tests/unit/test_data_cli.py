@@ -202,7 +202,7 @@ class TestFetch:
         fetch("mnist", tmp_path, mirror=mirror.url)
         assert [asked for asked in mirror.asked if asked[0] == FIRST] == [(FIRST, f"bytes={len(GZIPPED[FIRST])}-")]
 
-    @pytest.mark.parametrize("part", [b"z" * 30, b"z" * 5000])
+    @pytest.mark.parametrize("part", [b"z" * 30, b"z" * 5000], ids=["shorter", "longer"])
     def test_part_that_does_not_fit_is_started_afresh(self, mirror: Mirror, tmp_path: Path, part: bytes) -> None:
         self.leave_part(mirror, tmp_path, part)
         fetch("mnist", tmp_path, mirror=mirror.url)
@@ -233,6 +233,7 @@ class TestFetch:
             (gzip.compress(bytes(1 << 24)), "holds more than the 4720 bytes expected"),
             (bytes(1 << 21), "it offers 2097152 bytes where at most"),
         ],
+        ids=["longer", "wrong-digest", "html", "cut-off", "bomb", "larger-offer"],
     )
     def test_what_is_not_the_official_file_never_gets_its_name(
         self, mirror: Mirror, tmp_path: Path, content: bytes, problem: str
@@ -327,6 +328,7 @@ class TestFetchCifar10:
             (b"no archive", "archive is damaged"),
             (gzip.compress(b"no tar" * 999), "archive is damaged"),
         ],
+        ids=["empty", "short-member", "link", "wrong-digest", "bomb", "cut-off", "no-archive", "no-tar"],
     )
     def test_bad_archive_is_refused(self, mirror: Mirror, tmp_path: Path, archive: bytes, problem: str) -> None:
         mirror.files[self.NAME] = archive

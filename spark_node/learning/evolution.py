@@ -17,6 +17,8 @@ from torch import Tensor
 
 MAX_STAGES = 250
 FLOOR_F, FLOOR_S = 1.0, 0.3
+RADIUS_EVERY = 3
+"""Steps that share one estimate of the spectral radius: it drifts slowly, and a refused step takes a new one."""
 
 
 class KernelOperator(Protocol):
@@ -204,6 +206,7 @@ def _rkc(problem: Problem, times: tuple[int, ...], tolerance: float) -> tuple[li
     end, t = float(times[-1]), 0.0
     h = min(end, 1 / max(rho, 1 / end))
     states: list[Tensor] = []
+    age = 0
     while t < end:
         if not math.isfinite(rho):
             raise ArithmeticError("the evolution cannot start: the kernel or the predictions are not finite")
@@ -226,9 +229,12 @@ def _rkc(problem: Problem, times: tuple[int, ...], tolerance: float) -> tuple[li
         states += [_hermite(y, slope, new, new_slope, h, (s - t) / h) for s in times if t < s <= t + h * (1 + 1e-9)]
         t, y, slope = (end if end - t - h < 1e-9 * end else t + h), new, new_slope
         h *= factor
-        if stages > 3 or factor < 1.2:  # a step that will not grow may be held back by a radius taken too small
+        age += 1
+        # A step that will not grow may be held back by a radius taken too small.
+        if factor < 1.2 or (stages > 3 and age >= RADIUS_EVERY):
             rho, v = _spectral_radius(problem, y[0], v, 1)
             evaluations += 1
+            age = 0
     return states, evaluations
 
 

@@ -56,12 +56,12 @@ def test_factored_and_dense_peers_mix_in_one_neighbourhood(kind: str) -> None:
 def test_both_orders_of_the_full_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     found, dense = neighbourhood("mlp", "receiver", FORMS["factored"])
     operator = FullKernel(found)
-    stored = [mixer._matrix is not None for mixer in operator._mixers]
+    stored = [block._matrix is not None for block in operator._blocks]
     assert any(stored)  # 12 samples, 37 inputs: the Gram matrix is the cheaper order
     residual = torch.randn(len(dense), CLASSES, dtype=torch.float64)
     with_gram = operator.apply(residual)
-    for mixer in operator._mixers:
-        mixer._matrix = None
+    for block in operator._blocks:
+        block._matrix = None
     torch.testing.assert_close(operator.apply(residual), with_gram, rtol=1e-11, atol=1e-11)
 
 

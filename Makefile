@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.spark-installed
 
-.PHONY: venv demo test lint format bench clean
+.PHONY: venv demo test lint format bench proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -29,6 +29,12 @@ lint: venv  ## format, lint and types
 format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+GENERATED := spark_node/generated
+proto: venv  ## the Python stubs of proto/, after a change there
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
+	  --grpc_python_out=$(GENERATED) proto/spark/v1/*.proto
+	sed -i 's/^from spark\.v1 import/from spark_node.generated.spark.v1 import/' $(GENERATED)/spark/v1/*_pb2*.py*
 
 bench: venv  ## every benchmark at its quick size; results in benchmarks/out
 	mkdir -p benchmarks/out

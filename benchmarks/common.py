@@ -26,7 +26,7 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None) -> N
     """Print the rows as a table and, where asked, write them as JSON with what they were measured beside."""
     console = Console()
     if not console.is_terminal:
-        console.width = 140
+        console.width = 180
     table = Table(title=name)
     for column in rows[0]:
         table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")

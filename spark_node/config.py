@@ -54,7 +54,7 @@ class RunSettings:
     rounds: int = _number(20, 1, 1_000_000, "communication rounds R")
     seed: int = _number(0, 0, 2**63 - 1, "the one seed of every random choice")
     target_accuracy: float = _number(0.85, 0.0, 1.0, "aggregated accuracy whose rounds and bytes are reported")
-    transport: str = _choice("memory", ("memory",), "how messages travel between the peers")
+    transport: str = _choice("grpc", ("grpc", "memory"), "grpc: every peer a process of its own; memory: all in one")
     device: str = _text("cpu", "torch device of every peer: cpu, cuda, cuda:1, ...")
     workers: int = _number(0, 0, 1024, "peers that compute at once on this machine; 0 = one a core")
 
@@ -140,6 +140,82 @@ class DistillationSettings:
 
 
 @dataclass(frozen=True)
+class PackageSettings:
+    """What goes on the wire: the paper's compressions (k, rho, b) and the factored form. Lossless by default."""
+
+    encoding: str = _choice(
+        "auto", ("auto", "factored", "dense"), "form of a Jacobian on the wire; auto = per layer the smaller"
+    )
+    projection: str = _choice(
+        "none", ("none", "axis", "flat"), "random projection: none, of the fan-in axis, or of the whole tensor"
+    )
+    sketch: str = _choice(
+        "gaussian",
+        ("gaussian", "orthonormal", "hadamard"),
+        "kind of random projection; orthonormal is a true projection, hadamard the fast transform",
+    )
+    sketch_size: int = _number(250, 1, 10_000_000, "k: numbers that a projected axis or tensor keeps at most")
+    fresh_sketch: bool = _flag(False, "a new projection every round instead of one for the run")
+    keep: float = _number(1.0, 1e-6, 1.0, "rho: the largest fraction of a dense Jacobian's entries that is sent")
+    bits: int = _number(0, 0, 16, "b: bits a number; 0 = lossless float32, else 2 to 16")
+    input_bits: int = _number(-1, -1, 16, "bits of the inputs of the first layer; -1 = as bits")
+    hidden_bits: int = _number(-1, -1, 16, "bits of the inputs of the other layers; -1 = as bits")
+    signal_bits: int = _number(-1, -1, 16, "bits of signals and slopes; -1 = as bits")
+    logit_bits: int = _number(-1, -1, 16, "bits of logits; -1 = 16 where anything else is quantised, else lossless")
+    max_error: float = _number(
+        0.0, 0.0, 1.0, "with bits = 0: as few bits as keep each factor's relative error within this; 0 = lossless"
+    )
+    rounding: str = _choice("nearest", ("nearest", "stochastic"), "rounding of quantised numbers")
+    scale_block: int = _number(0, 0, 1_000_000, "entries that share a scale; 0 = one scale a row")
+    weights: str = _choice("lossless", ("lossless", "bf16", "int8"), "how weights travel; int8 with error feedback")
+    level: int = _number(1, 0, 19, "zstandard's level; 0 = no entropy coding")
+    chunk_bytes: int = _number(2**20, 1024, 2**30, "size of the chunks in which a message travels")
+    max_message_bytes: int = _number(2**28, 1024, 2**40, "largest message that a peer accepts")
+    max_decoded_bytes: int = _number(2**30, 1024, 2**44, "most memory that one decoded message may take")
+    factor_cache_bytes: int = _number(2**24, 0, 2**40, "room for neighbours' inputs that are only named when repeated")
+    in_memory: str = _choice(
+        "auto",
+        ("auto", "encode", "hand-over"),
+        "transport memory: encode every message, or hand it over as it is; auto = encode where it is not lossless",
+    )
+
+    @property
+    def encoded_in_memory(self) -> bool:
+        """Whether the transport `memory` turns messages into bytes on their way."""
+        return self.in_memory == "encode" or (self.in_memory == "auto" and not self.lossless)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether what arrives is, bit for bit, what was sent (a projection happens before the sending)."""
+        widths = (self.bits, self.input_bits, self.hidden_bits, self.signal_bits, self.logit_bits)
+        return max(widths) <= 0 and self.max_error == 0 and self.keep == 1 and self.weights == "lossless"
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Peers as processes: where they listen, how long they wait."""
+
+    host: str = _text("127.0.0.1", "address that peers and orchestrator listen on and are reached at")
+    port: int = _number(0, 0, 65_535, "first port of the peers of a host, one after the other; 0 = free ones")
+    orchestrator: str = _text("", "host:port of the orchestrator; empty = `run` starts one of its own")
+    metrics: bool = _flag(True, "serve Prometheus metrics at /metrics of every peer and the orchestrator")
+    start_timeout: float = _number(60.0, 0.0, 86_400.0, "seconds after which training starts with the peers there are")
+    lease: float = _number(15.0, 0.5, 86_400.0, "seconds after which a peer that does not renew is left out")
+    deadline_floor: float = _number(30.0, 0.01, 86_400.0, "least seconds that a stage waits for its neighbours")
+    deadline_ceiling: float = _number(
+        600.0, 0.01, 86_400.0, "most seconds that a stage waits for its neighbours, whatever the floor"
+    )
+    deadline_spread: float = _number(8.0, 0.0, 1000.0, "k: the deadline is median + k MAD of the waits seen so far")
+    ahead: int = _number(2, 1, 64, "rounds that a neighbour's message may come early and is kept")
+    streams: int = _number(64, 1, 10_000, "messages that a peer receives at once; more are told to come again")
+    keepalive: float = _number(30.0, 1.0, 3600.0, "seconds of silence after which a connection is probed")
+    own_test: int = _number(0, 0, 10_000_000, "test samples on which a peer measures its own accuracy; 0 = none")
+    model_history: int = _number(8, 1, 1000, "finished rounds whose models a peer keeps for the observer")
+    restarts: int = _number(3, 0, 1_000_000, "times that a crashed peer is started again")
+    log: str = _choice("human", ("human", "json"), "form of the peers' logs")
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
 
@@ -150,6 +226,8 @@ class Config:
     learning: LearningSettings = LearningSettings()
     momentum: MomentumSettings = MomentumSettings()
     distillation: DistillationSettings = DistillationSettings()
+    package: PackageSettings = PackageSettings()
+    network: NetworkSettings = NetworkSettings()
 
     def replace(self, **settings: Any) -> "Config":
         """A copy with settings given as section__key=value, checked like any other layer."""
@@ -328,6 +406,13 @@ def _check_together(config: Config) -> None:
     steps = config.learning.timesteps
     if not steps or any(b <= a for a, b in pairwise(steps)):
         raise ConfigError(f"learning.timesteps = {list(steps)}: allowed: a rising list of at least one step count")
+    for name in ("bits", "input_bits", "hidden_bits", "signal_bits", "logit_bits"):
+        if getattr(config.package, name) == 1:
+            raise ConfigError(f"package.{name} = 1: allowed: 0 (lossless) or 2 to 16 bits")
+    if config.package.max_error > 0 and config.package.bits > 0:
+        raise ConfigError(
+            f"package.max_error = {config.package.max_error}: chooses the bits itself; leave package.bits at 0"
+        )
     kind = config.model.kind
     if kind not in ("mlp", "cnn") and ":" not in kind:
         raise ConfigError(f"model.kind = {kind!r}: allowed: mlp, cnn, or package.module:factory")

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +75,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_sources(parser)
-    known = {setting.key: setting for setting in configuration.settings()}
+    sources = add_sources(parser)
+    sources.add_argument("--settings", action="store_true", help="list every setting and exit")
     for title, flags in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        for flag, (key, metavar) in flags.items():
-            group.add_argument(flag, metavar=metavar, dest=key, help=_help(known[key]))
+        add_flags(parser, title, flags)
     output = parser.add_argument_group("output")
     output.add_argument("--out", metavar="DIR", help="run folder (default: runs/DATASET-ALGORITHM-TIME)")
     output.add_argument("--quiet", action="store_true", help="no live view, only one line with the answer, on stderr")
@@ -102,7 +101,7 @@ def command(args: argparse.Namespace) -> int:
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         check_device(config.run.device)
-        dataset, partition = _deal(config)
+        dataset, partition = deal(config)
         counts = _label_counts(dataset, partition)
         command_line = shlex.join(["spark-dfl", *args.argv])
         folder = RunFolder(path, config, command=command_line, label_counts=counts)
@@ -119,17 +118,17 @@ def command(args: argparse.Namespace) -> int:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """The effective configuration of the given flags; ConfigError where they are wrong."""
+    """The effective configuration of the given flags, of whichever a command has; ConfigError where they are wrong."""
     types = {setting.key: setting.type for setting in configuration.settings()}
     given: dict[str, Any] = {}
     for key in FLAGS.values():
-        raw = getattr(args, key)
+        raw = getattr(args, key, None)
         if raw is not None:
             given[key] = raw if types[key] == "str" else configuration.parse_assignment(f"{key}={raw}")[1]
     for assignment in args.set:
         key, value = configuration.parse_assignment(assignment)
         flag = next((flag for flag, its in FLAGS.items() if its == key), None)
-        if flag is not None and getattr(args, key) is not None:
+        if flag is not None and getattr(args, key, None) is not None:
             raise ConfigError(f"{key} is given twice, by {flag} and by --set {assignment}; give it once")
         given[key] = value
     return configuration.load(args.preset, args.config and Path(args.config), flags=given)
@@ -162,14 +161,24 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def _add_sources(parser: argparse.ArgumentParser) -> None:
+def add_sources(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """--preset, --config and --set, for any command that takes a configuration."""
     sources = parser.add_argument_group("where settings come from")
     sources.add_argument("--preset", metavar="NAME", help=f"one of: {', '.join(configuration.presets())}")
     sources.add_argument("--config", metavar="FILE", help="a TOML file, for example the config.toml of another run")
     sources.add_argument(
         "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any setting; may be repeated"
     )
-    sources.add_argument("--settings", action="store_true", help="list every setting and exit")
+    return sources
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[str]) -> None:
+    """Some of the flags that set one setting each, as a group; `load_config` reads them."""
+    known = {setting.key: setting for setting in configuration.settings()}
+    group = parser.add_argument_group(title)
+    for flag in flags:
+        key, metavar = _GROUPS[title][flag]
+        group.add_argument(flag, metavar=metavar, dest=key, help=_help(known[key]))
 
 
 def _help(setting: configuration.Setting) -> str:
@@ -190,7 +199,7 @@ def _new_folder(out: str | None, config: Config) -> Path:
     return path
 
 
-def _deal(config: Config) -> "tuple[Dataset, Partition]":
+def deal(config: Config) -> "tuple[Dataset, Partition]":
     """The dataset, and who holds which of its samples."""
     from spark_node.data.datasets import load
     from spark_node.data.partitions import partition
@@ -219,11 +228,18 @@ def _train(
     config: Config, dataset: "Dataset", partition: "Partition", folder: "RunFolder", shown: "Display"
 ) -> tuple[str, Exception | None]:
     """How the run ended, and why if it failed; an error from before its start is raised as it is."""
-    from spark_node.launch.memory import run_in_memory
     from spark_node.observe.watchers import Together
 
+    watchers = Together(folder, shown)
     try:
-        run_in_memory(config, dataset, partition, Together(folder, shown))
+        if config.run.transport == "memory":
+            from spark_node.launch.memory import run_in_memory
+
+            run_in_memory(config, dataset, partition, watchers)
+        else:
+            from spark_node.launch.network import run_network
+
+            run_network(config, dataset, partition, watchers, folder.path)
     except KeyboardInterrupt:
         if not folder.has_started:
             raise

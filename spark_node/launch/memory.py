@@ -16,11 +16,12 @@ from spark_node import model
 from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
-from spark_node.learning.algorithms import make_algorithm
+from spark_node.learning.algorithms import make_algorithm, make_terms
 from spark_node.membership import Membership, peer_names
 from spark_node.node import Node, RoundResult, Timings
 from spark_node.observe.accuracy import accuracy, mean_weights
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher
+from spark_node.package.peer import PeerCodec
 from spark_node.transport.memory import MemoryNetwork
 
 
@@ -35,6 +36,7 @@ class MemoryRun:
         self.test_x = dataset.standardise(dataset.test.pixels).to(device)
         self.test_y = torch.from_numpy(dataset.test.labels).to(device)
         self.samples = tuple(len(indices) for indices in partition.indices)
+        self._terms = make_terms(config, "memory", model.ParameterLayout.of(self.module), dataset.classes)
         names = peer_names(config.run.nodes)
         self.membership = Membership(names, config.run.seed, config.topology)
         self._workers = config.run.workers or os.cpu_count() or 1
@@ -47,10 +49,12 @@ class MemoryRun:
     def _node(self, name: str, x: Tensor, y: Tensor, classes: int) -> Node:
         timings = Timings()
         algorithm = make_algorithm(self.config, name, copy.deepcopy(self.module), x, y, timings)
-        transport = self.network.transport(name)
+        encoded = self.config.package.encoded_in_memory
+        codec = PeerCodec(self._terms, name, self.config.run.seed, x.device) if encoded else None
+        transport = self.network.transport(name, codec, self._compute)
         return Node(name, algorithm, self.membership, transport, self._compute, timings, classes=classes)
 
-    async def _compute(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def _compute(self, work: Callable[..., Any], *arguments: Any, heavy: bool = False) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     def run(self, watcher: Watcher) -> None:

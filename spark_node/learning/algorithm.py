@@ -32,6 +32,10 @@ class Algorithm(Protocol):
     def weights(self) -> Tensor:
         """The peer's model as it is now, flat."""
 
+    @property
+    def package_parameters(self) -> int:
+        """Columns of the Jacobians that neighbours send: d, or fewer where they are projected."""
+
     def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
         """Called first in a stage of round k: what to send to which neighbour."""
 

@@ -4,7 +4,12 @@ from torch import Tensor, nn
 
 from spark_node.config import Config
 from spark_node.learning.algorithm import Algorithm, Stopwatch, no_stopwatch
+from spark_node.learning.jacobian import Form
 from spark_node.learning.spark import Spark, without_acceleration
+from spark_node.model import ParameterLayout
+from spark_node.package import planner
+from spark_node.package.format import Terms
+from spark_node.package.projection import Projection, ProjectionSpec
 
 
 def make_algorithm(
@@ -16,6 +21,27 @@ def make_algorithm(
     stopwatch: Stopwatch = no_stopwatch,
 ) -> Algorithm:
     """The learner of one peer as run.algorithm names it."""
+    settings, form = config.package, config.learning.jacobian
+    projection = make_projection(config, ParameterLayout.of(module))
+    wire_form: Form = planner.forms(module, inputs[0], settings) if form == "auto" else form
     if config.run.algorithm == "ntk-dfl":
         config = without_acceleration(config)
-    return Spark(config, peer, module, inputs, labels, stopwatch)
+    return Spark(config, peer, module, inputs, labels, stopwatch, projection=projection, form=wire_form)
+
+
+def make_projection(config: Config, layout: ParameterLayout) -> Projection:
+    """The run's projection as [package] describes it, the same on every peer."""
+    settings = config.package
+    spec = ProjectionSpec(
+        kind=settings.projection,
+        sketch=settings.sketch,
+        k=settings.sketch_size,
+        fresh=settings.fresh_sketch,
+        dense=settings.encoding == "dense",
+    )
+    return Projection(layout, spec, config.run.seed)
+
+
+def make_terms(config: Config, run: str, layout: ParameterLayout, classes: int) -> Terms:
+    """What the messages of a run are about."""
+    return Terms(run, layout, make_projection(config, layout).layout, classes, config.package)

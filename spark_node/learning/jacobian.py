@@ -1,7 +1,7 @@
 """Jacobians of a torch module's logits in its parameters: as factors where a layer allows it, else densely."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,14 @@ from spark_node.learning.layers import DenseLayer, FactoredLayer, Jacobian, Laye
 from spark_node.learning.signals import ChainedSignals, ExplicitSignals, IdentitySignals, Signals
 from spark_node.model import ParameterLayout
 
+Form = str | Mapping[str, str]
+"""factored | dense | auto (per layer the one with fewer numbers), or layer name -> factored | dense."""
 
-def jacobian(module: nn.Module, w: Tensor, x: Tensor, *, form: str = "auto", chunk: int = 50) -> Jacobian:
-    """The Jacobian of module(x) at the flat weights w. form: factored | dense | auto (per layer the smaller)."""
+
+def jacobian(module: nn.Module, w: Tensor, x: Tensor, *, form: Form = "auto", chunk: int = 50) -> Jacobian:
+    """The Jacobian of module(x) at the flat weights w."""
     layout = ParameterLayout.of(module)
-    if form != "dense":
+    if form != "dense" and (isinstance(form, str) or "dense" not in form.values()):
         chain = _chain(module)
         if chain is not None:
             return _chain_jacobian(chain, layout, w, x)
@@ -134,7 +137,7 @@ class _Tap:
     outputs: list[Tensor]
 
 
-def _module_jacobian(module: nn.Module, layout: ParameterLayout, w: Tensor, x: Tensor, form: str) -> Jacobian:
+def _module_jacobian(module: nn.Module, layout: ParameterLayout, w: Tensor, x: Tensor, form: Form) -> Jacobian:
     """Any module: factored where a layer is linear or convolutional and used once, dense for the rest."""
     slices = layout.slices
     taps, handles = _tap(module, slices) if form != "dense" else ({}, [])
@@ -182,13 +185,15 @@ def _tap(
 
 
 def _factor(
-    module: nn.Module, taps: dict[str, _Tap], logits: Tensor, slices: dict[str, slice], form: str
+    module: nn.Module, taps: dict[str, _Tap], logits: Tensor, slices: dict[str, slice], form: Form
 ) -> list[FactoredLayer]:
-    """The layers that were used once, as factors; with form auto only where that is smaller than dense."""
+    """The layers that were used once, as factors; only those that `form` names or, with auto, that are smaller so."""
     parts = dict(module.named_modules())
     once = {name: tap for name, tap in taps.items() if len(tap.outputs) == 1}
     if form == "auto":
         once = {name: tap for name, tap in once.items() if _smaller_as_factors(parts[name], tap, logits.shape[1])}
+    elif not isinstance(form, str):
+        once = {name: tap for name, tap in once.items() if form.get(name) == "factored"}
     if not once:
         return []
     classes = logits.shape[1]

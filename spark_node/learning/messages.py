@@ -15,6 +15,8 @@ class Weights:
 
     w: Tensor
     v: Tensor | None = None
+    request: bool = False
+    """The receiver is asked for a package taken at these weights."""
 
     kind = "weights"
 
@@ -30,6 +32,8 @@ class Package:
     jacobian: Jacobian
     labels: Tensor
     """[N], class numbers."""
+    at: Tensor | None = None
+    """The weights it was taken at, where its receiver asked for them and so has them."""
 
     kind = "package"
 
@@ -43,7 +47,7 @@ class Package:
 Message = Weights | Package
 
 
-def check(message: Message, parameters: int, classes: int) -> str | None:
+def check(message: Message, parameters: int, package_parameters: int, classes: int) -> str | None:
     """Why a peer's message must not be used, or None: shapes as agreed, every number finite."""
     if isinstance(message, Weights):
         for tensor in (message.w, message.v):
@@ -51,7 +55,7 @@ def check(message: Message, parameters: int, classes: int) -> str | None:
                 return "weights of another shape, or not finite"
         return None
     jacobian, labels = message.jacobian, message.labels
-    if jacobian.parameters != parameters or jacobian.logits.shape != (len(labels), classes) or len(labels) == 0:
+    if jacobian.parameters != package_parameters or jacobian.logits.shape != (len(labels), classes) or len(labels) == 0:
         return "a package of another model or of no samples"
     if bool((labels < 0).any()) or bool((labels >= classes).any()):
         return "labels that are no class"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from spark_node.config import Config
 from spark_node.learning import distillation, momentum, schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
 from spark_node.learning.evolution import LOSSES, KernelOperator, Trajectory, choose_by_loss, evolve
-from spark_node.learning.jacobian import jacobian
+from spark_node.learning.jacobian import Form, jacobian
 from spark_node.learning.kernel import KERNELS
 from spark_node.learning.messages import Message, Package, Weights
 from spark_node.model import ParameterLayout, flatten
+from spark_node.package.projection import Projection, ProjectionSpec
 from spark_node.seeds import stream
 
 
@@ -29,6 +31,9 @@ class Spark:
         inputs: Tensor,
         labels: Tensor,
         stopwatch: Stopwatch = no_stopwatch,
+        *,
+        projection: Projection | None = None,
+        form: Form | None = None,
     ) -> None:
         self.config, self.peer, self.module = config, peer, module
         self.inputs, self.labels = inputs, labels
@@ -36,8 +41,11 @@ class Spark:
         self.w = flatten(module).to(inputs)
         self.v = torch.zeros_like(self.w)
         self.delta = torch.zeros_like(self.w)
+        self.projection = projection or Projection(self.layout, ProjectionSpec(), config.run.seed)
+        self._form = form or config.learning.jacobian
         self._stopwatch = stopwatch
         self._requests: dict[str, Tensor] = {}
+        self._own: Package | None = None
         self._facts: dict[str, float] = {}
 
     @property
@@ -51,6 +59,10 @@ class Spark:
     def weights(self) -> Tensor:
         return self.w
 
+    @property
+    def package_parameters(self) -> int:
+        return self.projection.layout.size
+
     def facts(self) -> dict[str, float]:
         return self._facts
 
@@ -59,10 +71,11 @@ class Spark:
             shared = Weights(self.w, self.v if self.config.momentum.average_velocity else None)
             return dict.fromkeys(neighbours, shared)
         if stage == "consensus":
-            return dict.fromkeys(neighbours, Weights(self.w))
+            return dict.fromkeys(neighbours, Weights(self.w, request=True))
         if self.config.learning.linearize_at == "sender":
-            return dict.fromkeys(neighbours, self._linearise(self.w, k))
-        return {peer: self._linearise(self._requests[peer], k) for peer in neighbours if peer in self._requests}
+            self._own = self._linearise(self.w, k)
+            return dict.fromkeys(neighbours, self._own)
+        return self._answers(k, {peer: self._requests[peer] for peer in neighbours if peer in self._requests})
 
     def incorporate(self, stage: str, k: int, arrived: Mapping[str, Message]) -> None:
         if stage == "weights":
@@ -71,7 +84,7 @@ class Spark:
             self._requests = {peer: m.w for peer, m in arrived.items() if isinstance(m, Weights)}
         else:
             self._update(k, {peer: m for peer, m in arrived.items() if isinstance(m, Package)})
-            self._requests = {}
+            self._requests, self._own = {}, None
 
     def _average(self, arrived: Mapping[str, Weights]) -> None:
         """w_i <- Avg of w_j over the neighbours and oneself, added in the order of the peers' names."""
@@ -90,16 +103,31 @@ class Spark:
         rows = torch.from_numpy(chosen).sort().values.to(self.inputs.device)
         return self.inputs[rows], self.labels[rows]
 
+    def _answers(self, k: int, requests: Mapping[str, Tensor]) -> dict[str, Message]:
+        """A package for each request, one for all that ask for the same weights: a cluster shares its consensus."""
+        made: list[Package] = []
+        answers: dict[str, Message] = {}
+        for peer, w in requests.items():
+            package = next((p for p in made if p.at is not None and torch.equal(p.at, w)), None)
+            if package is None:
+                package = replace(self._linearise(w, k), at=w)
+                made.append(package)
+            answers[peer] = package
+            if torch.equal(w, self.w):
+                self._own = package
+        return answers
+
     def _linearise(self, w: Tensor, k: int) -> Package:
-        """J and z of the peer's samples at the weights w."""
+        """J P and z of the peer's samples at the weights w."""
         x, y = self._sample(k)
-        settings = self.config.learning
         with self._stopwatch("jacobian"):
-            return Package(jacobian(self.module, w, x, form=settings.jacobian, chunk=settings.jacobian_chunk), y)
+            found = jacobian(self.module, w, x, form=self._form, chunk=self.config.learning.jacobian_chunk)
+        with self._stopwatch("projection"):
+            return Package(self.projection.apply(found, k), y)
 
     def _update(self, k: int, arrived: Mapping[str, Package]) -> None:
         """Kernel, target, evolution, weight update, momentum."""
-        everyone = {**arrived, self.peer: self._linearise(self.w, k)}
+        everyone = {**arrived, self.peer: self._own or self._linearise(self.w, k)}
         packages = {peer: everyone[peer] for peer in sorted(everyone)}
         settings = self.config.learning
         eta = schedules.learning_rate(settings, k)
@@ -120,7 +148,7 @@ class Spark:
                 loss=settings.loss,
             )
         with self._stopwatch("back-projection"):
-            chosen, loss, self.delta = self._select(kernel, trajectory, eta, hard, packages)
+            chosen, loss, self.delta = self._select(k, kernel, trajectory, eta, hard, packages)
         self.w, self.v = momentum.step(self.config.momentum.kind, self.config.momentum.mu, self.w, self.v, self.delta)
         self._facts = {
             "loss": loss,
@@ -133,6 +161,7 @@ class Spark:
 
     def _select(
         self,
+        k: int,
         kernel: KernelOperator,
         trajectory: Trajectory,
         eta: float,
@@ -142,8 +171,8 @@ class Spark:
         """t*, its loss, and Delta w = -(eta / N) J^T S_{t*} (eq. compressed_update)."""
         value = LOSSES[self.config.learning.loss].value
 
-        def update(i: int) -> Tensor:
-            return kernel.pull_back(trajectory.residual_sums[i]).mul_(-eta / kernel.samples)
+        def update(i: int) -> Tensor:  # and the back-projection (eq. backproject)
+            return self.projection.lift(kernel.pull_back(trajectory.residual_sums[i]), k).mul_(-eta / kernel.samples)
 
         if self.config.learning.select_by == "linearized":
             losses = [float(value(f, hard)) for f in trajectory.predictions]

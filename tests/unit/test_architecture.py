@@ -21,6 +21,7 @@ def imports(path: Path) -> set[str]:
 
 FORBIDDEN = {
     "spark_node/learning": ("asyncio", "grpc", "time", "spark_node.transport", "spark_node.observe", "spark_node.node"),
+    "spark_node/package": ("asyncio", "grpc", "spark_node.transport", "spark_node.observe", "spark_node.node"),
     "spark_node/data": ("grpc", "spark_node.learning", "spark_node.transport", "spark_node.observe", "spark_node.cli"),
     "spark_node/transport": ("spark_node.observe", "spark_node.node", "spark_node.cli", "spark_node.launch"),
     "spark_node/observe": ("spark_node.cli", "spark_node.launch"),
@@ -43,10 +44,23 @@ def test_the_graph_of_a_round_needs_neither_torch_nor_the_learner() -> None:
         assert not {n for n in found if n.startswith(("torch", "spark_node.learning", "spark_node.model"))}
 
 
+def _modules(part: str) -> list[Path]:
+    return list((ROOT / "spark_node" / part).glob("[a-z]*.py"))
+
+
+def test_the_orchestrator_knows_neither_torch_nor_the_learner() -> None:
+    for path in (ROOT / "orchestrator").glob("*.py"):
+        allowed = ("spark_node.topology", "spark_node.config", "spark_node.errors", "spark_node.generated")
+        for name in imports(path):
+            assert not name.startswith("torch")
+            assert not name.startswith("spark_node.") or name.startswith(allowed), f"{path.name} imports {name}"
+
+
 def test_every_module_of_the_house_is_on_the_map() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for path in (ROOT / "spark_node").iterdir():
         if path.suffix == ".py" and path.stem not in ("__init__", "__main__", "errors"):
             assert path.name in page, f"docs/architecture.md does not mention {path.name}"
-    for path in (ROOT / "spark_node" / "learning").glob("[a-z]*.py"):
+    inside = [path for part in ("learning", "package", "transport", "launch") for path in _modules(part)]
+    for path in inside + list((ROOT / "orchestrator").glob("[a-z]*.py")):
         assert path.name in page, f"docs/architecture.md does not mention {path.name}"

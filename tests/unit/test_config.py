@@ -97,6 +97,10 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
         return st.lists(st.integers(*bounds(setting)), min_size=1, max_size=4)
     if setting.key == "learning.timesteps":
         return st.lists(st.integers(*bounds(setting)), min_size=1, max_size=6, unique=True).map(sorted)
+    if setting.key.endswith("bits"):
+        return st.integers(*bounds(setting)).filter(lambda bits: bits != 1)
+    if setting.key == "package.max_error":
+        return st.just(0.0)  # allowed with package.bits = 0 only
     if setting.allowed == "text":
         return st.text()
     if setting.type == "str":
@@ -280,6 +284,18 @@ def test_a_file_that_is_no_configuration_is_refused(text: str, said: str, folder
     message = refusal(load, file=file, environment={})
     assert said in message
     assert str(file) in message
+
+
+@pytest.mark.parametrize("name", ["bits", "input_bits", "hidden_bits", "signal_bits", "logit_bits"])
+def test_one_bit_a_number_is_refused(name: str) -> None:
+    message = refusal(load, environment={}, flags={f"package.{name}": 1})
+    assert f"package.{name} = 1" in message
+
+
+def test_bits_and_an_error_that_chooses_them_contradict_each_other() -> None:
+    message = refusal(load, environment={}, flags={"package.bits": 6, "package.max_error": 0.1})
+    assert "package.max_error" in message
+    assert load(environment={}, flags={"package.max_error": 0.1}).package.max_error == 0.1
 
 
 def test_a_file_that_cannot_be_read_is_refused(folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from spark_node import __version__
-from spark_node.cli import data, report, run
+from spark_node.cli import data, host, node, orchestrator, package, report, run
 from spark_node.errors import UserError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
@@ -24,6 +24,7 @@ examples:
   spark-dfl run --settings                           every setting there is
   spark-dfl report runs/A runs/B --out compare.html  several runs on one page
   spark-dfl data list                                datasets, and where they are
+  spark-dfl package explain --preset paper           what a package costs, loses and reveals
 
 exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted"""
 
@@ -48,7 +49,7 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"spark-dfl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (run, report, data):
+    for module in (run, host, node, orchestrator, report, data, package):
         module.add_parser(commands)
     return top
 
@@ -56,6 +57,7 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own messages name the fix; its log does not
     try:
         top = parser()
         args = top.parse_args(given)

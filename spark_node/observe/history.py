@@ -22,6 +22,9 @@ WALL = ("round", "training", "evaluation")
 BYTES_COUNTED = {
     "memory": "The values of every message before any coding, once per receiver: float32 numbers, a bit per mask "
     "value, a byte per label. Nothing leaves the process, so there is no framing.",
+    "memory, encoded": "Every message as the bytes that a peer would hand to gRPC, without envelopes.",
+    "grpc": "Every byte that a peer hands to gRPC for a neighbour, envelopes and repeated attempts included, and what "
+    "it exchanges with the orchestrator. HTTP/2 and TCP come on top.",
 }
 
 
@@ -215,6 +218,8 @@ def summarise(
     stages = sum_by_key((), (r.stages for r in rounds))
     last = rounds[-1] if rounds else None
     transport = config.run.transport
+    if transport == "memory" and config.package.encoded_in_memory:
+        transport = "memory, encoded"
     return {
         "status": status,
         "algorithm": config.run.algorithm,

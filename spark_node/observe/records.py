@@ -1,6 +1,7 @@
 """What the observer is told: plain records, no tensors, and the seam to whoever watches a run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -34,6 +35,8 @@ class RoundRecord:
     eta: float
     alpha: float
     tau: float
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the peers' processes hold, where they are processes: pss_per_peer_mean, pss_total, ..."""
 
     @property
     def client_accuracy_mean(self) -> float:

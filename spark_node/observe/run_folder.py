@@ -56,6 +56,7 @@ class RunFolder:
         self._environment: dict[str, Any] = {}
         self._rounds: list[Round] = []
         self._client_accuracy: tuple[float, ...] = ()
+        self._memory: dict[str, int] = {}
         self._log: TextIO | None = None
 
     @property
@@ -89,6 +90,8 @@ class RunFolder:
             self._environment["threads"] = torch_threads()
         self._rounds.append(finished)
         self._client_accuracy = record.client_accuracy
+        for name, count in record.memory.items():
+            self._memory[name] = max(count, self._memory.get(name, 0))
 
     def finish(self, status: str) -> Run:
         """Write summary.json (status: complete, interrupted or failed) and hand back the run."""
@@ -107,7 +110,7 @@ class RunFolder:
             peers=self._info.peers,
             parameters=self._info.parameters,
             test_samples=self._info.test_samples,
-            memory={} if peak is None else {"peak_rss": peak},
+            memory={**self._memory, **({} if peak is None else {"peak_rss": peak})},
             environment={**self._environment, "load_average_at_end": load_average()},
         )
         write_atomically(self.path / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")

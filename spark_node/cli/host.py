@@ -1,0 +1,101 @@
+"""`spark-dfl host`: several peers of a run on this machine, from one preloaded parent."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spark_node.cli.run import add_flags, add_sources, check_device, deal, load_config
+from spark_node.config import Config
+from spark_node.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spark_node.launch.peer import PeerJob
+
+_EPILOG = """\
+examples:
+  spark-dfl orchestrator --nodes 60 --port 7000                                        on one machine
+  spark-dfl host --orchestrator 10.0.0.1:7000 --nodes 60 --first 0  --count 30 \\
+      --set network.host=10.0.0.2                                                      on a second one
+  spark-dfl host --orchestrator 10.0.0.1:7000 --nodes 60 --first 30 --count 30 \\
+      --set network.host=10.0.0.3                                                      on a third one
+
+All hosts of a run take the same settings: the same --config file is the simplest way. The dataset is looked for on
+each host; a peer only reads its own share of it. SIGTERM ends all peers cleanly."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "host",
+        help="several peers of a run on this machine",
+        description="Start peers of a run on this machine, watch them, and start those that crash again.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_peer_flags(parser)
+    own = parser.add_argument_group("this host")
+    own.add_argument("--first", metavar="I", type=int, default=0, help="number of its first peer (default: 0)")
+    own.add_argument("--count", metavar="K", type=int, help="peers on this host (default: all from --first on)")
+    own.add_argument("--logs", metavar="DIR", default="host-logs", help="folder of logs (default: host-logs)")
+    parser.set_defaults(func=command)
+
+
+def add_peer_flags(parser: argparse.ArgumentParser) -> None:
+    """What `host` and `node` share."""
+    add_sources(parser)
+    add_flags(parser, "the network", ["--algorithm", "--nodes", "--rounds", "--seed"])
+    add_flags(parser, "the data", ["--dataset", "--data-dir", "--partition"])
+    add_flags(parser, "the machine", ["--device", "--workers"])
+    line = parser.add_argument_group("the run")
+    line.add_argument("--orchestrator", metavar="HOST:PORT", help="where the run's orchestrator listens")
+    linger = "seconds to go on answering after the last round (default: 30)"
+    line.add_argument("--linger", metavar="SECONDS", type=float, default=30.0, help=linger)
+
+
+def peer_config(args: argparse.Namespace) -> Config:
+    """The configuration of peers that join a run."""
+    config = load_config(args)
+    if args.orchestrator:
+        config = config.replace(network__orchestrator=args.orchestrator)
+    if not config.network.orchestrator:
+        raise ConfigError("network.orchestrator = '': give --orchestrator HOST:PORT of the run's orchestrator")
+    return config
+
+
+def jobs_of(config: Config, first: int, count: int, linger: float) -> "list[PeerJob]":
+    """The chosen peers of the run, with their data and the run's model."""
+    import dataclasses
+
+    if not 0 <= first < config.run.nodes or not 1 <= count <= config.run.nodes - first:
+        raise ConfigError(f"peers {first} to {first + count - 1}: the run has peers 0 to {config.run.nodes - 1}")
+
+    from spark_node import model
+    from spark_node.launch.network import peer_jobs
+
+    check_device(config.run.device)
+    dataset, partition = deal(config)
+    module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
+    jobs = peer_jobs(config, dataset, partition, module, range(first, first + count))
+    return [dataclasses.replace(job, linger=linger) for job in jobs]
+
+
+def command(args: argparse.Namespace) -> int:
+    """Fork the peers and watch them until they are done."""
+    config = peer_config(args)
+    count = config.run.nodes - args.first if args.count is None else args.count
+
+    import torch
+
+    from spark_node.launch.host import Host
+    from spark_node.launch.logs import log_to
+
+    torch.set_num_threads(1)
+    jobs = jobs_of(config, args.first, count, args.linger)
+    log_to(None, config.network.log, "host")
+    workers = config.run.workers or os.cpu_count() or 1
+    network = config.network
+    host = Host(jobs, Path(args.logs), workers=workers, restarts=network.restarts, log_form=network.log)
+    print(f"{len(jobs)} peers, {jobs[0].name} to {jobs[-1].name}; logs in {args.logs}", file=sys.stderr)
+    return host.run()

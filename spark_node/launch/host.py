@@ -1,0 +1,158 @@
+"""Many peers on one host: a parent that has loaded everything forks them, watches them, starts them again.
+
+The parent never starts gRPC or a thread pool, so it can fork at any time. What it has loaded, libraries and data, is
+shared by all its children until they write to it.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from spark_node.errors import UserError
+from spark_node.launch.logs import log_to
+from spark_node.launch.peer import PeerJob, run_peer
+from spark_node.launch.slots import Slots
+
+log = logging.getLogger(__name__)
+
+EXIT_USAGE = 2
+_PR_SET_PDEATHSIG = 1
+_PATIENCE = 10.0
+"""Seconds that peers get between SIGTERM and SIGKILL."""
+
+
+def die_with_parent() -> None:
+    """Be told with SIGTERM when the parent is gone, however it went (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def fork(work: Callable[[], int], name: str) -> int:
+    """Run `work` in a child that leaves by os._exit, whatever happens; the child's pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, who says SIGTERM
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code = work()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except UserError as error:
+        log.error("%s: %s", name, error)
+        print(f"spark-dfl: {name}: {error}", file=sys.stderr)
+        code = EXIT_USAGE
+    except BaseException:
+        log.exception("%s failed", name)
+    finally:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+    return 0
+
+
+@dataclass
+class _Child:
+    job: PeerJob
+    starts: int = 0
+    not_before: float = 0.0
+
+
+class Host:
+    """Forks one process a job and keeps them going until all are done or SIGTERM comes."""
+
+    def __init__(self, jobs: Sequence[PeerJob], logs: Path, *, workers: int, restarts: int, log_form: str) -> None:
+        self._logs, self._workers, self._restarts, self._log_form = logs, workers, restarts, log_form
+        self._waiting = [_Child(job) for job in jobs]
+        self._running: dict[int, _Child] = {}
+        self._stopping = False
+        self.failed: list[str] = []
+
+    def run(self) -> int:
+        """0: every peer finished; 1: some did not; 2: some could not begin."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="spark-slots-") as slots:
+            self._slots = Path(slots)
+            return self._watch()
+
+    def _watch(self) -> int:
+        gc.collect()
+        gc.freeze()
+        signal.signal(signal.SIGTERM, self._terminate)
+        worst = 0
+        while self._waiting or self._running:
+            self._start_due()
+            pid, status = self._wait()
+            if pid:
+                worst = max(worst, self._ended(pid, os.waitstatus_to_exitcode(status)))
+        return worst
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for child in [c for c in self._waiting if c.not_before <= now]:
+            self._waiting.remove(child)
+            child.starts += 1
+            pid = fork(lambda child=child: self._peer(child), child.job.name)  # type: ignore[misc]
+            self._running[pid] = child
+
+    def _peer(self, child: _Child) -> int:
+        name = child.job.name
+        log_to(self._logs / f"{name}.log", self._log_form, name)
+        index = int.from_bytes(name.encode()[-4:], "little")
+        run_peer(child.job, Slots(self._slots, self._workers, index) if self._workers else None)
+        return 0
+
+    def _wait(self) -> tuple[int, int]:
+        """The next child that ended; nothing while only restarts are pending."""
+        try:
+            if not self._running:
+                time.sleep(0.05)
+                return 0, 0
+            return os.waitpid(-1, os.WNOHANG if self._waiting else 0)
+        except (InterruptedError, ChildProcessError):
+            return 0, 0
+        finally:
+            if self._waiting and self._running:
+                time.sleep(0.02)
+
+    def _ended(self, pid: int, code: int) -> int:
+        child = self._running.pop(pid, None)
+        if child is None:
+            return 0
+        if code == 0 or self._stopping:
+            return 0
+        if code == EXIT_USAGE or child.starts > self._restarts:
+            self.failed.append(child.job.name)
+            log.error("%s ended with %d and is not started again", child.job.name, code)
+            return EXIT_USAGE if code == EXIT_USAGE else 1
+        child.not_before = time.monotonic() + min(0.2 * 2**child.starts, 5.0)
+        log.warning("%s ended with %d; started again", child.job.name, code)
+        self._waiting.append(child)
+        return 0
+
+    def _terminate(self, *_: object) -> None:
+        """Pass SIGTERM on; who is still there after a while is killed."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._waiting.clear()
+        for pid in self._running:
+            os.kill(pid, signal.SIGTERM)
+        signal.signal(signal.SIGALRM, self._kill)
+        signal.alarm(int(_PATIENCE))
+
+    def _kill(self, *_: object) -> None:
+        for pid in list(self._running):
+            os.kill(pid, signal.SIGKILL)

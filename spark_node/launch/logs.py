@@ -1,0 +1,50 @@
+"""Logs of a process: lines for people, or JSON lines for machines."""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, peer, where, what."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__()
+        self._peer = peer
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "peer": self._peer,
+            "module": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+class Lines(logging.Formatter):
+    """Time of day, level where it matters, peer, what."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname).1s {peer} %(message)s", "%H:%M:%S")
+        self.converter = time.localtime
+
+
+def log_to(path: Path | None, form: str, peer: str, level: int = logging.INFO) -> None:
+    """Everything that this process logs goes to the file (or stderr) from now on."""
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path, delay=True)
+    )
+    handler.setFormatter(JsonLines(peer) if form == "json" else Lines(peer))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+    logging.getLogger("grpc").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

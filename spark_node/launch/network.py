@@ -1,0 +1,264 @@
+"""A whole network on this machine: an orchestrator, a host with its peers, and the observer, each a process."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import time
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from spark_node import model
+from spark_node.config import Config
+from spark_node.data.datasets import Dataset
+from spark_node.data.partitions import Partition
+from spark_node.errors import ConfigError
+from spark_node.launch.host import Host, fork
+from spark_node.launch.logs import log_to
+from spark_node.launch.peer import PeerJob
+from spark_node.learning.algorithms import make_terms
+from spark_node.membership import peer_names
+from spark_node.model import ParameterLayout
+from spark_node.observe.observer import Observer
+from spark_node.observe.records import RoundRecord, RunInfo, Watcher
+
+log = logging.getLogger(__name__)
+
+
+def peer_jobs(
+    config: Config, dataset: Dataset, partition: Partition, module: nn.Module, chosen: range | None = None
+) -> list[PeerJob]:
+    """What every peer, or every chosen one, starts with, in the order of their names."""
+    device = torch.device(config.run.device)
+    test = _own_test(config, dataset)
+    jobs = []
+    names = peer_names(config.run.nodes)
+    for place, i in enumerate(chosen or range(len(names))):
+        own = partition.indices[i]
+        x = dataset.standardise(dataset.train.pixels[own]).to(device)
+        y = torch.from_numpy(dataset.train.labels[own]).to(device)
+        port = config.network.port + place if config.network.port else 0
+        jobs.append(PeerJob(names[i], config, module, x, y, dataset.classes, port, test))
+    return jobs
+
+
+def _own_test(config: Config, dataset: Dataset) -> tuple[Tensor, Tensor] | None:
+    count = config.network.own_test
+    if count == 0:
+        return None
+    return dataset.standardise(dataset.test.pixels[:count]), torch.from_numpy(dataset.test.labels[:count])
+
+
+class Child:
+    """A forked process that is ended with us."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def stop(self, patience: float = 15.0) -> None:
+        end = time.monotonic() + patience
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+        while self.poll() is None:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+class LocalNetwork:
+    """Orchestrator and host of one run; leaving the context ends every process that was started."""
+
+    def __init__(self, config: Config, dataset: Dataset, partition: Partition, module: nn.Module, folder: Path) -> None:
+        self.config, self.dataset, self.partition, self.module = config, dataset, partition, module
+        self.folder = folder
+        self.run_id = secrets.token_hex(8)
+        self.orchestrator_address = config.network.orchestrator
+        self.orchestrator: Child | None = None
+        self.host: Child | None = None
+
+    def __enter__(self) -> "LocalNetwork":
+        try:
+            if not self.orchestrator_address:
+                self._start_orchestrator()
+            self._start_host()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for child in (self.host, self.orchestrator):
+            if child is not None:
+                child.stop()
+
+    def _start_orchestrator(self) -> None:
+        from orchestrator.main import serve
+
+        reading, writing = os.pipe()
+
+        def work() -> int:
+            os.close(reading)
+            log_to(self.folder / "logs" / "orchestrator.log", self.config.network.log, "orchestrator")
+
+            def ready(address: str, http_address: str) -> None:
+                os.write(writing, f"{address} {http_address}".encode())
+                os.close(writing)
+
+            return serve(self.config, self.run_id, ready=ready)
+
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.orchestrator = Child(fork(work, "orchestrator"))
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            said = pipe.read().decode().split()
+        if not said:
+            raise ConfigError(f"the orchestrator could not start; {self.folder / 'logs' / 'orchestrator.log'} says why")
+        self.orchestrator_address = said[0]
+
+    def _start_host(self) -> None:
+        config = self.config.replace(network__orchestrator=self.orchestrator_address)
+        workers = config.run.workers or os.cpu_count() or 1
+
+        def work() -> int:
+            log_to(self.folder / "logs" / "host.log", config.network.log, "host")
+            jobs = peer_jobs(config, self.dataset, self.partition, self.module)
+            network = config.network
+            host = Host(jobs, self.folder / "logs", workers=workers, restarts=network.restarts, log_form=network.log)
+            return host.run()
+
+        self.host = Child(fork(work, "host"))
+
+    def over(self) -> str | None:
+        """Why nothing more can come, or None."""
+        code = self.host.poll() if self.host is not None else 1
+        return None if code is None else f"the host of the peers has ended with {code}; see {self.folder / 'logs'}"
+
+
+def _interrupt(*_: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: what is there is written, every process is ended."""
+    raise KeyboardInterrupt
+
+
+def run_network(config: Config, dataset: Dataset, partition: Partition, watcher: Watcher, folder: Path) -> None:
+    """Train over gRPC, every peer a process of its own, and tell the watcher about it.
+
+    The observer has a process too: this one never starts gRPC, so that it can fork again for another run.
+    """
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
+        samples = tuple(len(indices) for indices in partition.indices)
+        parameters = ParameterLayout.of(module).size
+        watcher.started(RunInfo(parameters, config.run.nodes, samples, len(dataset.test.labels)))
+        with LocalNetwork(config, dataset, partition, module, folder) as network:
+            _watch(_start_observer(network), network, watcher)
+    finally:
+        torch.set_num_threads(threads)
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Telling:
+    """A watcher in the observer's process: every event a line of JSON."""
+
+    def __init__(self, pipe: TextIO) -> None:
+        self._pipe = pipe
+
+    def started(self, info: RunInfo) -> None:
+        """Told already."""
+
+    def progress(self, round: int, done: int, total: int) -> None:
+        self._say(progress=[round, done, total])
+
+    def round_done(self, record: RoundRecord) -> None:
+        self._say(record=asdict(record))
+
+    def failed(self, reason: str) -> None:
+        self._say(failed=reason)
+
+    def _say(self, **event: Any) -> None:
+        self._pipe.write(json.dumps(event) + "\n")
+        self._pipe.flush()
+
+
+def _start_observer(network: LocalNetwork) -> tuple[Child, int]:
+    """The observer's process, and the end of a pipe on which it tells what it sees."""
+    reading, writing = os.pipe()
+
+    def work() -> int:
+        os.close(reading)
+        log_to(network.folder / "logs" / "observer.log", network.config.network.log, "observer")
+        with os.fdopen(writing, "w", encoding="utf-8") as pipe:
+            telling = _Telling(pipe)
+            try:
+                asyncio.run(_observe(network, telling))
+            except Exception as error:
+                log.exception("the observer failed")
+                telling.failed(str(error) or type(error).__name__)
+                return 1
+        return 0
+
+    child = Child(fork(work, "observer"))
+    os.close(writing)
+    return child, reading
+
+
+async def _observe(network: LocalNetwork, watcher: Watcher) -> None:
+    over: list[str] = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, over.append, "the host of the peers has ended")
+    layout, classes = ParameterLayout.of(network.module), network.dataset.classes
+    test = network.dataset.standardise(network.dataset.test.pixels), torch.from_numpy(network.dataset.test.labels)
+    terms = cache(lambda run: make_terms(network.config, run, layout, classes))
+    observer = Observer(network.config, network.orchestrator_address, terms, network.module, test, watcher)
+    await observer.follow(lambda: over[0] if over else None)
+
+
+def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher) -> None:
+    """Pass on what the observer tells until it is done; tell it when no peer is left."""
+    child, reading = observer
+    told = False
+    try:
+        with os.fdopen(reading, "r", encoding="utf-8") as pipe:
+            while True:
+                ready, _, _ = select.select([pipe], [], [], 0.5)
+                if ready:
+                    line = pipe.readline()
+                    if not line:
+                        break
+                    _pass_on(json.loads(line), watcher)
+                elif not told and network.over() is not None:
+                    os.kill(child.pid, signal.SIGUSR1)
+                    told = True
+    finally:
+        child.stop()
+
+
+def _pass_on(event: dict[str, Any], watcher: Watcher) -> None:
+    if "progress" in event:
+        watcher.progress(*event["progress"])
+    elif "record" in event:
+        said = event["record"]
+        watcher.round_done(RoundRecord(**{**said, "client_accuracy": tuple(said["client_accuracy"])}))
+    else:
+        raise RuntimeError(event["failed"])

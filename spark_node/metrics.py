@@ -1,0 +1,125 @@
+"""Every Prometheus series of a peer, in one place."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from spark_node.memory import memory_of
+from spark_node.transport.grpc import Traffic
+
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Histogram:
+    """Counts of durations by bucket, without the locks of a library's own."""
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(BUCKETS) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[next((i for i, bound in enumerate(BUCKETS) if seconds <= bound), len(BUCKETS))] += 1
+        self.sum += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        total, found = 0, []
+        for bound, count in zip([*map(str, BUCKETS), "+Inf"], self.counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+class PeerMetrics(Collector):
+    """What a scrape sees; values are read when asked for, so that training pays nothing."""
+
+    def __init__(self, peer: str, traffic: Traffic) -> None:
+        self._labels = {"peer": peer, "run": ""}
+        self._traffic = traffic
+        self.round = 0
+        self.expected = self.used = 0
+        self.facts: Mapping[str, float] = {}
+        self.accuracy: float | None = None
+        self.stages: dict[str, Histogram] = {}
+        self.rounds = Histogram()
+
+    def of_run(self, run: str) -> None:
+        """The run is known once the orchestrator has said it."""
+        self._labels["run"] = run
+
+    def finished(self, k: int, expected: int, used: int, seconds: float, stages: Mapping[str, float]) -> None:
+        """A round is over."""
+        self.round = k
+        self.expected += expected
+        self.used += used
+        self.rounds.observe(seconds)
+        for stage, value in stages.items():
+            self.stages.setdefault(stage, Histogram()).observe(value)
+
+    def collect(self) -> list[Metric]:
+        traffic = self._traffic
+        found: list[Metric] = [
+            self._gauge("spark_round", "The round that the peer has finished", self.round),
+            self._counter("spark_neighbours_expected", "Neighbours due in all rounds so far", self.expected),
+            self._counter("spark_neighbours_used", "Neighbours whose messages of a whole round were used", self.used),
+        ]
+        found += self._bytes(traffic)
+        found.append(self._reasons("spark_refused", "Messages of neighbours that were not taken", traffic.refused))
+        found.append(self._reasons("spark_rejected", "Messages that neighbours did not take", traffic.rejected))
+        found += [self._gauge(f"spark_{name}", f"{name} of the last round", v) for name, v in self.facts.items()]
+        if self.accuracy is not None:
+            found.append(self._gauge("spark_own_accuracy", "Accuracy of the peer's own model", self.accuracy))
+        for name, value in memory_of("self").items():
+            found.append(self._gauge(f"spark_memory_{name}", f"Memory of the process: {name}", value))
+        found.append(self._histogram("spark_round_seconds", "Wall-clock time of a round", {"": self.rounds}, ""))
+        found.append(self._histogram("spark_stage_seconds", "Time of a part of a round", self.stages, "stage"))
+        return found
+
+    def _bytes(self, traffic: Traffic) -> list[Metric]:
+        names = ["peer", "run", "kind", "neighbour"]
+        sent = CounterMetricFamily("spark_sent_bytes", "Bytes handed to gRPC, by kind and neighbour", labels=names)
+        raw = CounterMetricFamily("spark_sent_raw_bytes", "The same tensors as plain float32", labels=names)
+        count = CounterMetricFamily("spark_sent_messages", "Messages sent", labels=names)
+        got = CounterMetricFamily("spark_received_bytes", "Bytes that came from gRPC and were taken", labels=names)
+        families = ((sent, traffic.sent), (raw, traffic.raw), (count, traffic.messages), (got, traffic.received))
+        for family, counter in families:
+            for (neighbour, kind), value in list(counter.items()):
+                family.add_metric([*self._labels.values(), kind, neighbour], value)
+        wire, plain = sum(traffic.sent.values()), sum(traffic.raw.values())
+        ratio = self._gauge("spark_compression_ratio", "Raw bytes over wire bytes so far", plain / wire if wire else 0)
+        return [sent, raw, count, got, ratio]
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _reasons(self, name: str, text: str, counter: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, "reason"])
+        for reason, value in list(counter.items()):
+            family.add_metric([*self._labels.values(), reason], value)
+        return family
+
+    def _histogram(self, name: str, text: str, parts: Mapping[str, Histogram], label: str) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
+        for part, histogram in list(parts.items()):
+            values = [*self._labels.values(), *([part] if label else [])]
+            family.add_metric(values, histogram.cumulative(), histogram.sum)
+        return family
+
+
+def serve(metrics: Collector, host: str, port: int = 0) -> tuple[WSGIServer, threading.Thread]:
+    """Answer scrapes at /metrics; port 0 takes a free one (server.server_port tells which)."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    found: Any = start_http_server(port, host, registry)
+    server, thread = found
+    return server, thread

@@ -1,0 +1,254 @@
+"""The observer: follows every peer of a run, pulls their models, and tells watchers. Training never waits for it."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from grpc import aio
+from torch import Tensor, nn
+
+from spark_node.config import Config
+from spark_node.generated.spark.v1 import orchestrator_pb2, orchestrator_pb2_grpc, peer_pb2, peer_pb2_grpc
+from spark_node.learning.messages import Weights
+from spark_node.observe.accuracy import accuracy, mean_weights
+from spark_node.observe.records import RoundRecord, Watcher
+from spark_node.package.chunks import Assembly
+from spark_node.package.errors import PackageError
+from spark_node.package.format import Terms
+from spark_node.package.reader import decode
+from spark_node.transport.grpc import options
+
+log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 1.0
+KINDS = {"weights": "weights", "request": "weights", "package": "package"}
+
+
+@dataclass
+class _Round:
+    """What has come of one round, peer by peer."""
+
+    reports: dict[str, peer_pb2.RoundReport] = field(default_factory=dict)
+    models: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+class Observer:
+    """Follows the peers that the orchestrator names until all of them have finished."""
+
+    def __init__(
+        self,
+        config: Config,
+        orchestrator: str,
+        terms: Callable[[str], Terms],
+        module: nn.Module,
+        test: tuple[Tensor, Tensor],
+        watcher: Watcher,
+    ) -> None:
+        self._config, self._orchestrator, self._make_terms = config, orchestrator, terms
+        self._module, self._test, self._watcher = module, test, watcher
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)
+        self._progress: dict[str, peer_pb2.Progress] = {}
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._members: dict[str, str] = {}
+        self._gone: set[str] = set()
+        self._control: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._run, self._version = "", 0
+        self._shown = (0, 0)
+
+    async def follow(self, alive: Callable[[], str | None]) -> None:
+        """Until the last round is recorded; `alive` says why nothing more can come, or None."""
+        finding = asyncio.create_task(self._find_members())
+        began = time.time()
+        try:
+            for k in range(1, self._config.run.rounds + 1):
+                await self._wait_for(k, alive)
+                if not self._rounds[k].reports:
+                    return
+                began = await self._record(k, began)
+        finally:
+            for task in (finding, *self._followed.values()):
+                task.cancel()
+            await asyncio.gather(finding, *self._followed.values(), return_exceptions=True)
+            self._pool.shutdown(wait=False)
+
+    async def _wait_for(self, k: int, alive: Callable[[], str | None]) -> None:
+        """Until every member that still lives has finished round k and its model has come."""
+        while not self._complete(k):
+            self._show(k)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
+            except TimeoutError:
+                reason = alive()
+                if reason is not None:
+                    if self._rounds[k].reports:
+                        return
+                    raise RuntimeError(f"no peer is left to finish round {k}: {reason}") from None
+        self._show(k)
+
+    def _complete(self, k: int) -> bool:
+        """Whoever is in a later round without having told of this one took no part in it."""
+        beyond = {name for name, progress in self._progress.items() if progress.round > k}
+        waited_for = set(self._members) - self._gone
+        return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models) and bool(self._rounds[k].models)
+
+    def _show(self, k: int) -> None:
+        now = (k, len(self._rounds[k].models))
+        if now != self._shown:
+            self._shown = now
+            self._watcher.progress(k, now[1], max(len(self._members), now[1], 1))
+
+    async def _find_members(self) -> None:
+        """Who takes part, from the orchestrator; while it is away, those that are known."""
+        async with aio.insecure_channel(
+            self._orchestrator, options=[("grpc.max_receive_message_length", 2**25)]
+        ) as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            while True:
+                try:
+                    await self._ask(stub)
+                except aio.AioRpcError as error:
+                    log.info("the orchestrator is away (%s)", error.code().name)
+                await asyncio.sleep(_ASK_SECONDS)
+
+    async def _ask(self, stub: orchestrator_pb2_grpc.OrchestratorStub) -> None:
+        request = orchestrator_pb2.DescribeRequest(version=self._version)
+        reply = await stub.Describe(request, timeout=10.0)
+        self._run = reply.run.run
+        if not reply.run.started or not reply.members.version:
+            return
+        self._version = reply.members.version
+        named = {member.name: member.address for member in reply.members.members}
+        self._gone |= set(self._members) - set(named)
+        self._gone -= set(named)
+        self._members.update(named)
+        for name in named:
+            if name not in self._followed or self._followed[name].done():
+                self._followed[name] = asyncio.create_task(self._follow_peer(name))
+        self._changed.set()
+
+    async def _follow_peer(self, name: str) -> None:
+        """One peer's progress, for as long as it is a member; a broken line is taken up again."""
+        after = 0
+        while name not in self._gone:
+            address = self._members[name]
+            channel_options = options(self._config.package, self._config.network)
+            try:
+                async with aio.insecure_channel(address, options=channel_options) as channel:
+                    stub = peer_pb2_grpc.PeerStub(channel)
+                    request = peer_pb2.FollowRequest(run=self._run, after_round=after)
+                    async for progress in stub.Follow(request):
+                        after = await self._take(stub, name, progress, after)
+            except aio.AioRpcError:
+                await asyncio.sleep(0.3)
+
+    async def _take(self, stub: peer_pb2_grpc.PeerStub, name: str, progress: "peer_pb2.Progress", after: int) -> int:
+        for report in progress.rounds:
+            model = await self._model(stub, name, report.round)
+            self._rounds[report.round].reports[name] = report
+            self._rounds[report.round].models[name] = model
+            after = max(after, report.round)
+        self._progress[name] = progress
+        self._changed.set()
+        return after
+
+    async def _model(self, stub: peer_pb2_grpc.PeerStub, name: str, k: int) -> Tensor | None:
+        """A peer's model after round k; None where it no longer has it."""
+        terms = self._make_terms(self._run)
+        whole = Assembly(terms.settings.max_message_bytes)
+        async for reply in stub.Model(peer_pb2.ModelRequest(run=self._run, round=k)):
+            if not reply.found:
+                log.warning("%s no longer has its model of round %d", name, k)
+                return None
+            whole.add(reply.chunk)
+        try:
+            found = decode(whole.finish(), terms, k=k, sender=name).message
+        except PackageError as error:
+            log.warning("%s handed out a model that cannot be read: %s", name, error)
+            return None
+        assert isinstance(found, Weights)
+        return found.w
+
+    async def _record(self, k: int, began: float) -> float:
+        """Evaluate round k and tell the watcher."""
+        done = self._rounds.pop(k)
+        finished = max(report.finished for report in done.reports.values())
+        start = time.perf_counter()
+        models = {name: done.models[name] for name in sorted(done.models)}
+        held = {name: w for name, w in models.items() if w is not None}
+        aggregated, clients = await asyncio.get_running_loop().run_in_executor(self._pool, self._score, held)
+        evaluation = time.perf_counter() - start
+        seconds = {"round": finished - began, "training": finished - began, "evaluation": evaluation}
+        self._watcher.round_done(self._summed(k, done.reports, aggregated, clients, seconds))
+        return finished
+
+    def _score(self, models: Mapping[str, Tensor]) -> tuple[float, list[float]]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            x, y = self._test
+            held = list(models.values())
+            clients = [accuracy(self._module, w, x, y) for w in held]
+            return accuracy(self._module, mean_weights(held), x, y), clients
+        finally:
+            torch.set_num_threads(threads)
+
+    def _summed(
+        self,
+        k: int,
+        reports: Mapping[str, "peer_pb2.RoundReport"],
+        aggregated: float,
+        clients: list[float],
+        seconds: dict[str, float],
+    ) -> RoundRecord:
+        sent = {"weights": 0, "package": 0, "control": self._control_since()}
+        stages: defaultdict[str, float] = defaultdict(float)
+        for report in reports.values():
+            for edge in report.bytes:
+                sent[KINDS.get(edge.kind, "control")] += edge.sent
+            for stage, value in report.stage_seconds.items():
+                stages[stage] += value
+        facts = [report.facts for report in reports.values()]
+
+        def mean(name: str) -> float:
+            return sum(f[name] for f in facts if name in f) / max(1, sum(name in f for f in facts))
+
+        return RoundRecord(
+            round=k,
+            aggregated_accuracy=aggregated,
+            client_accuracy=tuple(clients),
+            bytes_sent=sent,
+            seconds={**seconds, **stages},
+            neighbours_expected=sum(report.expected for report in reports.values()),
+            neighbours_used=sum(report.used for report in reports.values()),
+            loss=mean("loss"),
+            t_star_mean=mean("t_star"),
+            eta=mean("eta"),
+            alpha=mean("alpha"),
+            tau=mean("tau"),
+            memory=self._memory(),
+        )
+
+    def _control_since(self) -> int:
+        now = {name: progress.control_bytes for name, progress in self._progress.items()}
+        gained = sum(count - self._control.get(name, 0) for name, count in now.items())
+        self._control = now
+        return max(gained, 0)
+
+    def _memory(self) -> dict[str, int]:
+        shares = [progress.pss_bytes for progress in self._progress.values() if progress.pss_bytes]
+        if not shares:
+            return {}
+        return {
+            "pss_per_peer_mean": sum(shares) // len(shares),
+            "pss_per_peer_max": max(shares),
+            "pss_total": sum(shares),
+        }

@@ -1,0 +1,165 @@
+"""A peer's line to the orchestrator: join, keep the lease, learn of other members, leave.
+
+Training never waits for it: while the orchestrator is away, rounds go on with the members there are.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from grpc import aio
+
+from spark_node.config import TopologySettings
+from spark_node.errors import ConfigError
+from spark_node.generated.spark.v1 import orchestrator_pb2 as pb
+from spark_node.generated.spark.v1 import orchestrator_pb2_grpc as rpc
+from spark_node.membership import Roster
+
+log = logging.getLogger(__name__)
+
+_CALL_SECONDS = 10.0
+_RETRY_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+"""The most that a round waits for an orchestrator that has answered so far; one that is silent is not waited for."""
+
+
+class JoinRefused(ConfigError):
+    """The orchestrator does not take this peer; the message says why and what to do."""
+
+
+class Rendezvous:
+    """One peer's membership of a run."""
+
+    def __init__(self, orchestrator: str, name: str, address: str, metrics_address: str, signature: str) -> None:
+        self._target = orchestrator
+        self._member = pb.Member(name=name, address=address, metrics_address=metrics_address)
+        self._signature = signature
+        self._channel = aio.insecure_channel(orchestrator, options=[("grpc.max_receive_message_length", 2**25)])
+        self._stub = rpc.OrchestratorStub(self._channel)
+        self._lease = 5.0
+        self._hurry = asyncio.Event()
+        self.started = asyncio.Event()
+        self.roster: Roster | None = None
+        self.run = ""
+        self.round: Callable[[], int] = lambda: 0
+        self.control_bytes = 0
+        self._reporting: asyncio.Task[None] | None = None
+        self._answers = True
+
+    async def join(self, patience: float) -> Roster:
+        """Take part; waits for the orchestrator up to `patience` seconds."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + patience
+        while True:
+            try:
+                reply = await self._join()
+                # A name is free again when the lease of the process that had it has run out.
+                if reply.refusal != pb.JOIN_REFUSAL_NAME_TAKEN or loop.time() > end:
+                    break
+                await asyncio.sleep(_RETRY_SECONDS)
+            except aio.AioRpcError as error:
+                if loop.time() > end:
+                    said = f"network.orchestrator = {self._target!r}: not reached in {patience:.0f} s"
+                    raise ConfigError(f"{said} ({error.code().name}); is it running?") from None
+                await asyncio.sleep(_RETRY_SECONDS)
+        if reply.refusal:
+            raise JoinRefused(f"the orchestrator at {self._target} refuses {self._member.name}: {reply.detail}")
+        self._take(reply)
+        assert self.roster is not None
+        return self.roster
+
+    async def _join(self) -> "pb.JoinReply":
+        version = self.roster.version if self.roster is not None else 0
+        request = pb.JoinRequest(
+            run=self.run, member=self._member, signature=self._signature, round=self.round(), version=version
+        )
+        reply: pb.JoinReply = await self._stub.Join(request, timeout=_CALL_SECONDS)
+        self.control_bytes += request.ByteSize() + reply.ByteSize()
+        return reply
+
+    def _take(self, reply: "pb.JoinReply") -> None:
+        described = reply.run
+        self.run, self._lease = described.run, reply.lease_seconds
+        if self.roster is None:
+            settings = TopologySettings(described.topology, described.degree, described.fresh)
+            self.roster = Roster(described.seed, settings)
+        self._learn(reply.members, described.started)
+
+    def _learn(self, members: "pb.Members", started: bool) -> None:
+        assert self.roster is not None
+        if members.version:
+            self.roster.add(members.version, members.from_round, {m.name: m.address for m in members.members})
+        if started:
+            self.started.set()
+
+    def hurry(self) -> None:
+        """Renew now: somebody has a newer member list."""
+        self._hurry.set()
+
+    async def entering(self, k: int) -> None:
+        """A round begins. Returns once the orchestrator has answered the renewal of the round before.
+
+        A new member list holds from two rounds after the latest that any peer has reported. So a peer that reports
+        every round, and begins none before its last report was answered, knows each list before that holds.
+        """
+        if self._reporting is not None:
+            done, _ = await asyncio.wait({self._reporting}, timeout=_ANSWER_SECONDS if self._answers else 0.0)
+            self._answers = self._answers and bool(done)
+        self._reporting = asyncio.create_task(self._report())
+
+    async def _report(self) -> None:
+        try:
+            await self._renew()
+            self._answers = True
+        except aio.AioRpcError:
+            self._answers = False
+
+    async def keep(self) -> None:
+        """Renew the lease for ever; an orchestrator that does not know us (any more) is joined again."""
+        while True:
+            try:
+                async with asyncio.timeout(min(self._lease / 3, 1.0 if not self.started.is_set() else 60.0)):
+                    await self._hurry.wait()
+            except TimeoutError:
+                pass
+            self._hurry.clear()
+            try:
+                await self._renew()
+            except aio.AioRpcError as error:
+                log.info("the orchestrator is away (%s); going on without it", error.code().name)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _renew(self) -> None:
+        assert self.roster is not None
+        request = pb.RenewRequest(
+            run=self.run,
+            name=self._member.name,
+            address=self._member.address,
+            round=self.round(),
+            version=self.roster.version,
+        )
+        reply: pb.RenewReply = await self._stub.Renew(request, timeout=_CALL_SECONDS)
+        self.control_bytes += request.ByteSize() + reply.ByteSize()
+        if reply.known:
+            self._learn(reply.members, reply.started)
+            return
+        again = await self._join()
+        if again.refusal:
+            log.warning("the orchestrator refuses to take this peer back: %s", again.detail)
+        else:
+            self._take(again)
+
+    async def leave(self) -> None:
+        """Say goodbye, once; an orchestrator that is away will notice by itself."""
+        request = pb.LeaveRequest(
+            run=self.run, name=self._member.name, address=self._member.address, round=self.round()
+        )
+        try:
+            await self._stub.Leave(request, timeout=2.0)
+        except aio.AioRpcError:
+            log.info("the orchestrator is away; left without a word")
+
+    async def close(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        await self._channel.close(None)

@@ -1,0 +1,295 @@
+"""Messages over gRPC: a service that takes what neighbours send, and connections to this round's neighbours."""
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from spark_node.config import NetworkSettings, PackageSettings
+from spark_node.generated.spark.v1 import peer_pb2 as pb
+from spark_node.learning.messages import Message, Weights
+from spark_node.membership import Roster
+from spark_node.package.chunks import Assembly
+from spark_node.package.errors import MissingFactor, PackageError, Refusal
+from spark_node.package.peer import PeerCodec
+from spark_node.transport.deadline import Deadlines
+from spark_node.transport.frames import deliveries
+from spark_node.transport.mailbox import Mailbox
+
+log = logging.getLogger(__name__)
+
+_SECOND_LOOK = 0.5
+"""Seconds between the two looks that find a connection broken."""
+_STREAM, _WHOLE = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole"
+AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY)
+"""Answers after which the same message is sent again a little later."""
+_WILL_NOT_COME = (pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN)
+"""Answers of peers that will say nothing to us in this round (any more)."""
+
+
+def options(package: PackageSettings, network: NetworkSettings) -> list[tuple[str, Any]]:
+    """Channel and server options: bounded messages, probes through the quiet phases of a round, no shared ports."""
+    limit = 2 * package.chunk_bytes + 2**16
+    probe = int(1000 * network.keepalive)
+    return [
+        ("grpc.max_send_message_length", limit),
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.keepalive_time_ms", probe),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", probe // 2),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.so_reuseport", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+@dataclass
+class Traffic:
+    """Bytes as they leave for gRPC and come from it, by edge and kind; refusals by reason."""
+
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    raw: Counter[tuple[str, str]] = field(default_factory=Counter)
+    messages: Counter[tuple[str, str]] = field(default_factory=Counter)
+    received: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Messages that this peer did not take."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Messages of this peer that a neighbour did not take."""
+
+
+def kind_of(message: Message) -> str:
+    """weights | request | package."""
+    return "request" if isinstance(message, Weights) and message.request else message.kind
+
+
+class GrpcTransport:
+    """One peer's way to its neighbours: `send` and `gather` of Transport, and the receiving end of Deliver."""
+
+    def __init__(
+        self,
+        peer: str,
+        codec: PeerCodec,
+        roster: Roster,
+        network: NetworkSettings,
+        traffic: Traffic,
+        compute: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self.peer, self.codec, self.roster, self.traffic = peer, codec, roster, traffic
+        self._network, self._package = network, codec.terms.settings
+        self._compute = compute
+        self.mailbox = Mailbox(network.ahead)
+        self.deadlines = Deadlines(network.deadline_floor, network.deadline_ceiling, network.deadline_spread)
+        self._channels: dict[str, aio.Channel] = {}
+        self._lost: defaultdict[int, set[str]] = defaultdict(set)
+        self._receiving = 0
+        self.on_newer_members: Callable[[], None] = lambda: None
+
+    # What a round calls.
+
+    async def enter(self, k: int) -> None:
+        """Round k begins: connections to peers that are no neighbours any more are closed."""
+        await self.mailbox.enter(k)
+        self._lost = defaultdict(set, {r: peers for r, peers in self._lost.items() if r >= k})
+        neighbours = {self.roster.address(peer) for peer in self.roster.neighbours(self.peer, k)}
+        for address in [a for a in self._channels if a not in neighbours]:
+            await self._channels.pop(address).close(None)
+
+    async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
+        """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
+        limit = self.deadlines.of(stage)
+        try:
+            async with asyncio.timeout(limit):
+                reason = await self._deliver(peer, stage, k, message)
+        except TimeoutError:
+            reason = pb.REASON_LATE
+        except aio.AioRpcError as error:
+            log.warning("round %d, %s: %s cannot be reached (%s)", k, stage, peer, error.code().name)
+            await self._lose(k, peer, "unreachable")
+            return
+        if reason in (pb.REASON_NONE, pb.REASON_DUPLICATE):
+            return
+        name = reason_name(reason)
+        log.warning("round %d, %s: %s did not take the message: %s", k, stage, peer, name)
+        if reason in _WILL_NOT_COME:
+            await self._lose(k, peer, name)
+        else:
+            self.traffic.rejected[name] += 1
+
+    async def gather(self, stage: str, k: int, peers: Iterable[str], deadline: float | None) -> dict[str, Message]:
+        """The sound messages of these neighbours: all, or those that came in time."""
+        wanted = set(peers)
+
+        def due() -> set[str]:
+            return wanted - self._lost[k]
+
+        limit = self.deadlines.of(stage) if deadline is None else deadline
+        watching = [asyncio.create_task(self._watch(k, peer)) for peer in wanted]
+        try:
+            found = await self.mailbox.take(k, stage, due, limit, lambda s: self.deadlines.seen(stage, s))
+        finally:
+            for task in watching:
+                task.cancel()
+        for peer in wanted - set(found) - self._lost[k]:
+            log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, limit)
+            self.traffic.refused["late"] += 1
+        messages: dict[str, Message] = {}
+        for peer in sorted(wanted & set(found)):
+            try:
+                messages[peer] = await self._compute(self.codec.decode, found[peer], k, peer)
+            except PackageError as error:
+                log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
+                self.traffic.refused[error.refusal.value] += 1
+        return messages
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    # Sending.
+
+    async def _deliver(self, peer: str, stage: str, k: int, message: Message) -> "pb.Reason":
+        pieces = await self._compute(self.codec.encode, message, k, peer)
+        pause, retries = 0.02, 0
+        while True:
+            try:
+                receipt = await self._attempt(peer, stage, k, message, pieces)
+            except aio.AioRpcError as error:
+                retries += 1
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or retries > 2:
+                    raise
+                await asyncio.sleep(0.1 * retries)  # a connection that was closed under us, or a peer that restarts
+                continue
+            if receipt.reason == pb.REASON_MISSING_FACTOR:
+                pieces = await self._compute(lambda: self.codec.encode(message, k, peer, whole=True))
+            elif receipt.reason in AGAIN:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 1.0)
+            elif receipt.reason == pb.REASON_STALE and receipt.round <= k:
+                return pb.REASON_LATE  # a stage of this round that is over there; it may still say its part of others
+            else:
+                return receipt.reason
+
+    async def _attempt(self, peer: str, stage: str, k: int, message: Message, pieces: list[bytes]) -> "pb.Receipt":
+        kind, count = kind_of(message), 0
+        envelope = pb.Envelope(
+            run=self.codec.terms.run, round=k, stage=stage, sender=self.peer, members_version=self.roster.version
+        )
+
+        def parts() -> Iterator[bytes]:
+            nonlocal count
+            for delivery in deliveries(envelope, pieces, self._package.chunk_bytes):
+                count += len(delivery)
+                yield delivery
+
+        channel = self._channel(peer)
+        try:
+            if sum(map(len, pieces)) <= self._package.chunk_bytes:
+                call = channel.unary_unary(_WHOLE, response_deserializer=pb.Receipt.FromString)
+                receipt: pb.Receipt = await call(next(parts()))
+            else:
+                call = channel.stream_unary(_STREAM, response_deserializer=pb.Receipt.FromString)
+                receipt = await call(parts())
+        finally:
+            self.traffic.sent[(peer, kind)] += count
+        self.traffic.raw[(peer, kind)] += message.nbytes
+        self.traffic.messages[(peer, kind)] += 1
+        return receipt
+
+    def _channel(self, peer: str) -> aio.Channel:
+        address = self.roster.address(peer)
+        if address not in self._channels:
+            self._channels[address] = aio.insecure_channel(address, options=options(self._package, self._network))
+        return self._channels[address]
+
+    async def _watch(self, k: int, peer: str) -> None:
+        """Notice that a neighbour's process is gone: its connection breaks and no new one can be made."""
+        channel = self._channel(peer)
+        while True:
+            state = channel.get_state(try_to_connect=True)
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await asyncio.sleep(_SECOND_LOOK)
+                if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    log.warning("round %d: the connection to %s broke and cannot be made again", k, peer)
+                    await self._lose(k, peer, "unreachable")
+                    return
+            await channel.wait_for_state_change(state)
+
+    async def _lose(self, k: int, peer: str, reason: str) -> None:
+        """Nobody waits for a peer that cannot be reached, or that is in a later round or another graph."""
+        self.traffic.rejected[reason] += 1
+        self._lost[k].add(peer)
+        await self.mailbox.give_up()
+
+    # Receiving.
+
+    async def receive(self, arriving: AsyncIterator["pb.Delivery"]) -> "pb.Receipt":
+        """Deliver: the envelope is judged before anything is stored, the header before the message is kept."""
+        if self._receiving >= self._network.streams:
+            return self._refuse(pb.REASON_BUSY, "too many messages at once")
+        self._receiving += 1
+        try:
+            return await self._receive(arriving)
+        except MissingFactor as error:
+            return self._refuse(pb.REASON_MISSING_FACTOR, error.detail, error.digests)
+        except PackageError as error:
+            return self._refuse(REASONS[error.refusal], error.detail)
+        finally:
+            self._receiving -= 1
+
+    async def _receive(self, arriving: AsyncIterator["pb.Delivery"]) -> "pb.Receipt":
+        envelope: pb.Envelope | None = None
+        whole = Assembly(self._package.max_message_bytes)
+        async for delivery in arriving:
+            if envelope is None:
+                envelope = delivery.envelope
+                reason = self._judge(envelope)
+                if reason != pb.REASON_NONE:
+                    return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+            whole.add(delivery.chunk)
+        if envelope is None:
+            return self._refuse(pb.REASON_MALFORMED, "a delivery of nothing")
+        data = whole.finish()
+        kind = self.codec.inspect(data, envelope.round, envelope.sender)
+        self.traffic.received[(envelope.sender, kind)] += len(data)
+        reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)  # the world moved meanwhile
+        if reason != pb.REASON_NONE:
+            return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+        await self.mailbox.put(envelope.round, envelope.stage, envelope.sender, data)
+        return pb.Receipt(round=self.mailbox.round)
+
+    def _judge(self, envelope: "pb.Envelope") -> "pb.Reason":
+        if envelope.run != self.codec.terms.run:
+            return pb.REASON_WRONG_RUN
+        if envelope.members_version > self.roster.version:
+            self.on_newer_members()
+        reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)
+        if reason in (pb.REASON_STALE, pb.REASON_EARLY, pb.REASON_DUPLICATE):
+            return reason
+        if envelope.sender not in self.roster.neighbours(self.peer, envelope.round):
+            # One of us has an older member list: the newer one is on its way.
+            newer = envelope.members_version > self.roster.version
+            return pb.REASON_EARLY if newer else pb.REASON_NOT_A_NEIGHBOUR
+        return pb.REASON_NONE
+
+    def _refuse(self, reason: "pb.Reason", detail: str, missing: tuple[bytes, ...] = ()) -> "pb.Receipt":
+        self.traffic.refused[reason_name(reason)] += 1
+        return pb.Receipt(reason=reason, detail=detail[:256], round=self.mailbox.round, missing=missing)
+
+
+def reason_name(reason: "pb.Reason") -> str:
+    """REASON_TOO_LARGE -> too_large, as metrics and logs say it."""
+    return str(pb.Reason.Name(reason)).removeprefix("REASON_").lower()
+
+
+REASONS: dict[Refusal, Any] = {refusal: pb.Reason.Value(f"REASON_{refusal.name}") for refusal in Refusal}
+"""What a codec's refusal is called on the wire."""

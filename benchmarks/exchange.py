@@ -51,7 +51,6 @@ async def receiver(numbers: int, ready: int) -> None:
     import grpc
     from grpc import aio
 
-    from spark_node.generated.spark.v1 import peer_pb2_grpc as rpc
     from spark_node.launch.peer import Progress, Service
     from spark_node.memory import memory_of
 
@@ -79,7 +78,7 @@ async def receiver(numbers: int, ready: int) -> None:
     handlers = {name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()}
     server = aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bare", handlers),))
-    rpc.add_PeerServicer_to_server(service, server)
+    server.add_generic_rpc_handlers((service.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     os.write(ready, str(port).encode())

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import grpc
 import torch
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
-from spark_node.generated.spark.v1 import peer_pb2_grpc as rpc
 from spark_node.launch.slots import Slots
 from spark_node.learning.algorithms import make_algorithm, make_terms
 from spark_node.learning.messages import Weights
@@ -121,21 +121,36 @@ class Progress:
             )
 
 
-class Service(rpc.PeerServicer):
-    """The gRPC face of a peer."""
+class Service:
+    """The gRPC face of a peer. Deliveries come as bytes (transport/frames.py), everything else as messages."""
 
     def __init__(self, progress: Progress, chunk_bytes: int) -> None:
         self._progress, self._chunk_bytes = progress, chunk_bytes
         self.transport: GrpcTransport | None = None
         self.terms: Terms | None = None
 
-    async def Deliver(self, request_iterator: AsyncIterator["pb.Delivery"], context: Any) -> "pb.Receipt":
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server is given."""
+        receipt, progress = pb.Receipt.SerializeToString, pb.Progress.SerializeToString
+        return grpc.method_handlers_generic_handler(
+            pb.DESCRIPTOR.services_by_name["Peer"].full_name,
+            {
+                "Deliver": grpc.stream_unary_rpc_method_handler(self.Deliver, response_serializer=receipt),
+                "DeliverWhole": grpc.unary_unary_rpc_method_handler(self.DeliverWhole, response_serializer=receipt),
+                "Model": grpc.unary_stream_rpc_method_handler(
+                    self.Model, pb.ModelRequest.FromString, pb.ModelReply.SerializeToString
+                ),
+                "Follow": grpc.unary_stream_rpc_method_handler(self.Follow, pb.FollowRequest.FromString, progress),
+            },
+        )
+
+    async def Deliver(self, request_iterator: AsyncIterator[bytes], context: Any) -> "pb.Receipt":
         if self.transport is None:
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
         return await self.transport.receive(request_iterator)
 
-    async def DeliverWhole(self, request: "pb.Delivery", context: Any) -> "pb.Receipt":
-        async def alone() -> AsyncIterator["pb.Delivery"]:
+    async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
+        async def alone() -> AsyncIterator[bytes]:
             yield request
 
         return await self.Deliver(alone(), context)
@@ -191,7 +206,7 @@ class PeerProcess:
 
     async def _serve(self) -> tuple[aio.Server, int]:
         server = aio.server(options=options(self._config.package, self._network))
-        rpc.add_PeerServicer_to_server(self._service, server)
+        server.add_generic_rpc_handlers((self._service.handler(),))
         checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)

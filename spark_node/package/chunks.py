@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from spark_node.generated.spark.v1 import package_pb2 as pb
 from spark_node.package.errors import PackageError, Refusal, malformed
 
@@ -36,24 +38,26 @@ class Assembly:
         self._limit = limit
         self._total: int | None = None
         self._done = 0
-        self._data: bytes | bytearray = b""
+        self._data = memoryview(b"")
 
     def add(self, chunk: pb.Chunk) -> None:
+        self.put(chunk.total, chunk.offset, chunk.data)
+
+    def put(self, total: int, offset: int, data: bytes | memoryview) -> None:
+        """A chunk's fields, as they lie in a Chunk."""
         if self._total is None:
-            if chunk.total > self._limit:
-                raise PackageError(Refusal.TOO_LARGE, f"{chunk.total:,} bytes announced; at most {self._limit:,}")
-            self._total = chunk.total
-        data = chunk.data
-        if chunk.total != self._total or chunk.offset != self._done:
-            raise malformed(f"a chunk of offset {chunk.offset} where {self._done} is due")
+            if total > self._limit:
+                raise PackageError(Refusal.TOO_LARGE, f"{total:,} bytes announced; at most {self._limit:,}")
+            self._total = total
+        if total != self._total or offset != self._done:
+            raise malformed(f"a chunk of offset {offset} where {self._done} is due")
         if not data or self._done + len(data) > self._total:
             raise malformed("a chunk that is empty or passes the announced size")
         if len(data) == self._total:
-            self._data = data
+            self._data = memoryview(data)
         else:
             if not self._done:
-                self._data = bytearray(self._total)  # the system gives the pages when they are written to
-            assert isinstance(self._data, bytearray)
+                self._data = memoryview(np.empty(self._total, np.uint8))  # pages come when they are written to
             self._data[self._done : self._done + len(data)] = data
         self._done += len(data)
 
@@ -61,4 +65,4 @@ class Assembly:
         """The whole message."""
         if self._total is None or self._done != self._total:
             raise malformed(f"{self._done:,} of {self._total or 0:,} announced bytes came")
-        return memoryview(self._data)
+        return self._data

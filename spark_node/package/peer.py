@@ -63,6 +63,7 @@ class PeerCodec:
         self._seed, self._device = seed, device
         self._lock = threading.Lock()
         self._latest: tuple[Message, int, CodedMessage] | None = None
+        self._wired: tuple[CodedMessage, set[bytes], list[bytes]] | None = None
         self._coded: OrderedDict[tuple[bytes, Coding], CodedBlock] = OrderedDict()
         self._sent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._held = FactorCache(terms.settings.factor_cache_bytes)
@@ -80,7 +81,9 @@ class PeerCodec:
                 self._sent.move_to_end((to, name))
             while len(self._sent) > _SENT:
                 self._sent.popitem(last=False)
-        return coded.wire(known)
+            if self._wired is None or self._wired[0] is not coded or self._wired[1] != known:
+                self._wired = (coded, known, coded.wire(known))
+            return self._wired[2]
 
     def decode(self, data: Bytes, k: int, sender: str) -> Message:
         """A neighbour's message of round k, or PackageError."""

@@ -18,7 +18,7 @@ from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
 from spark_node.package.peer import PeerCodec
 from spark_node.transport.deadline import Deadlines
-from spark_node.transport.frames import deliveries
+from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class GrpcTransport:
         self.deadlines = Deadlines(network.deadline_floor, network.deadline_ceiling, network.deadline_spread)
         self._channels: dict[str, aio.Channel] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
+        self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._receiving = 0
         self.on_newer_members: Callable[[], None] = lambda: None
 
@@ -194,8 +195,10 @@ class GrpcTransport:
         channel = self._channel(peer)
         try:
             if sum(map(len, pieces)) <= self._package.chunk_bytes:
+                whole = self._framed_once(envelope, pieces)
+                count = len(whole)
                 call = channel.unary_unary(_WHOLE, response_deserializer=pb.Receipt.FromString)
-                receipt: pb.Receipt = await call(next(parts()))
+                receipt: pb.Receipt = await call(whole)
             else:
                 call = channel.stream_unary(_STREAM, response_deserializer=pb.Receipt.FromString)
                 receipt = await call(parts())
@@ -204,6 +207,14 @@ class GrpcTransport:
         self.traffic.raw[(peer, kind)] += message.nbytes
         self.traffic.messages[(peer, kind)] += 1
         return receipt
+
+    def _framed_once(self, envelope: "pb.Envelope", pieces: list[bytes]) -> bytes:
+        """A message of one chunk; weights that go to all neighbours are put together for the first only."""
+        key = (id(pieces), envelope.SerializeToString())
+        if self._framed is None or self._framed[0] != key:
+            whole = next(deliveries(envelope, pieces, self._package.chunk_bytes))
+            self._framed = (key, whole, pieces)  # holds the pieces, so that their id stays theirs
+        return self._framed[1]
 
     def _channel(self, peer: str) -> aio.Channel:
         address = self.roster.address(peer)
@@ -232,7 +243,7 @@ class GrpcTransport:
 
     # Receiving.
 
-    async def receive(self, arriving: AsyncIterator["pb.Delivery"]) -> "pb.Receipt":
+    async def receive(self, arriving: AsyncIterator[bytes]) -> "pb.Receipt":
         """Deliver: the envelope is judged before anything is stored, the header before the message is kept."""
         if self._receiving >= self._network.streams:
             return self._refuse(pb.REASON_BUSY, "too many messages at once")
@@ -246,16 +257,17 @@ class GrpcTransport:
         finally:
             self._receiving -= 1
 
-    async def _receive(self, arriving: AsyncIterator["pb.Delivery"]) -> "pb.Receipt":
+    async def _receive(self, arriving: AsyncIterator[bytes]) -> "pb.Receipt":
         envelope: pb.Envelope | None = None
         whole = Assembly(self._package.max_message_bytes)
-        async for delivery in arriving:
+        async for raw in arriving:
+            frame = read(raw)
             if envelope is None:
-                envelope = delivery.envelope
+                envelope = frame.envelope or pb.Envelope()
                 reason = self._judge(envelope)
                 if reason != pb.REASON_NONE:
                     return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
-            whole.add(delivery.chunk)
+            whole.put(frame.total, frame.offset, frame.data)
         if envelope is None:
             return self._refuse(pb.REASON_MALFORMED, "a delivery of nothing")
         data = whole.finish()

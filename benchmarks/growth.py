@@ -1,0 +1,89 @@
+"""Networks of 50 to 600 peers on one machine, each peer a process: what one peer costs in one round.
+
+A small model (64-16-10 on digits, 20 samples a peer, degree 5), so that what grows is the network. The cost is wall
+time of a round times the cores, over the peers; the first round (connections, first use of every library) is left out.
+Flat means within 20 % of the mean. A plot goes beside the JSON file.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROUNDS = 6
+
+
+def measure(nodes: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        settings = {
+            "run.transport": "grpc",
+            "topology.degree": 5,
+            "model.hidden": [16],
+            "data.partition": "dirichlet:0.5",
+            "data.samples_per_node": 20,
+            "learning.timesteps": [100, 200],
+            "network.metrics": False,
+        }
+        given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        given = [word.replace('"', "") for word in given]
+        command = [sys.executable, "-m", "spark_node", "run", "--nodes", str(nodes), "--rounds", str(ROUNDS), *given]
+        done = subprocess.run(
+            [*command, "--out", str(out), "--quiet", "--json"], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
+        summary = json.loads(done.stdout)
+        rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()][1:]
+    seconds = statistics.median(row["seconds"]["round"] for row in rounds)
+    sent = statistics.mean(sum(row["bytes_sent"].values()) for row in rounds)
+    return {
+        "peers": nodes,
+        "round_s": seconds,
+        "ms_per_peer": 1e3 * seconds * (os.cpu_count() or 1) / nodes,
+        "kB_per_peer": sent / nodes / 1e3,
+        "PSS_MB_per_peer": summary["memory"].get("pss_per_peer_mean", 0) / 1e6,
+        "PSS_GB_in_all": summary["memory"].get("pss_total", 0) / 1e9,
+        "neighbours_used_%": 100
+        * sum(row["neighbours"]["used"] for row in rounds)
+        / sum(row["neighbours"]["expected"] for row in rounds),
+    }
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    peers, cost = [row["peers"] for row in rows], [row["ms_per_peer"] for row in rows]
+    mean = statistics.mean(cost)
+    axis.axhspan(0.8 * mean, 1.2 * mean, alpha=0.15, label="mean ± 20 %")
+    axis.plot(peers, cost, "o-", label="cost of a peer and round")
+    axis.set(xlabel="peers", ylabel="core milliseconds", ylim=(0, None), title="What one peer costs in one round")
+    axis.legend()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    from benchmarks.common import arguments, report
+
+    options = arguments(__doc__).parse_args()
+    rows = [measure(nodes) for nodes in ((20, 40) if options.quick else (50, 100, 300, 600))]
+    mean = statistics.mean(row["ms_per_peer"] for row in rows)
+    for row in rows:
+        row["off_mean_%"] = 100 * (row["ms_per_peer"] / mean - 1)
+    report("growth", rows, options.json)
+    if options.json is not None:
+        plot(rows, options.json.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

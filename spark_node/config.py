@@ -200,7 +200,7 @@ class NetworkSettings:
     orchestrator: str = _text("", "host:port of the orchestrator; empty = `run` starts one of its own")
     metrics: bool = _flag(True, "serve Prometheus metrics at /metrics of every peer and the orchestrator")
     start_timeout: float = _number(60.0, 0.0, 86_400.0, "seconds after which training starts with the peers there are")
-    lease: float = _number(15.0, 0.5, 86_400.0, "seconds after which a peer that does not renew is left out")
+    lease: float = _number(60.0, 0.5, 86_400.0, "seconds after which a peer that does not renew is left out")
     deadline_floor: float = _number(30.0, 0.01, 86_400.0, "least seconds that a stage waits for its neighbours")
     deadline_ceiling: float = _number(
         600.0, 0.01, 86_400.0, "most seconds that a stage waits for its neighbours, whatever the floor"

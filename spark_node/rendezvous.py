@@ -17,7 +17,7 @@ from spark_node.membership import Roster
 
 log = logging.getLogger(__name__)
 
-_CALL_SECONDS = 10.0
+_CALL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 """The most that a round waits for an orchestrator that has answered so far; one that is silent is not waited for."""

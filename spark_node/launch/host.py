@@ -20,6 +20,7 @@ from spark_node.errors import UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
 from spark_node.launch.slots import Slots
+from spark_node.memory import use_few_arenas
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Host:
             return self._watch()
 
     def _watch(self) -> int:
+        use_few_arenas()
         gc.collect()
         gc.freeze()
         signal.signal(signal.SIGTERM, self._terminate)
@@ -135,7 +137,8 @@ class Host:
             return 0
         if code == EXIT_USAGE or child.starts > self._restarts:
             self.failed.append(child.job.name)
-            log.error("%s ended with %d and is not started again", child.job.name, code)
+            where = self._logs / f"{child.job.name}.log"
+            log.error("%s ended with %d and is not started again; %s says why", child.job.name, code, where)
             return EXIT_USAGE if code == EXIT_USAGE else 1
         child.not_before = time.monotonic() + min(0.2 * 2**child.starts, 5.0)
         log.warning("%s ended with %d; started again", child.job.name, code)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -36,10 +37,13 @@ class Lines(logging.Formatter):
 
 
 def log_to(path: Path | None, form: str, peer: str, level: int = logging.INFO) -> None:
-    """Everything that this process logs goes to the file (or stderr) from now on."""
-    handler: logging.Handler = (
-        logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path, delay=True)
-    )
+    """Everything that this process logs goes to the file (or stderr) from now on, and what libraries print too."""
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if path is not None:
+        file = logging.FileHandler(path)
+        handler = file
+        for stream in (1, 2):
+            os.dup2(file.stream.fileno(), stream)
     handler.setFormatter(JsonLines(peer) if form == "json" else Lines(peer))
     root = logging.getLogger()
     for old in root.handlers[:]:

@@ -99,6 +99,7 @@ class Progress:
     async def follow(self, after: int) -> AsyncIterator["pb.Progress"]:
         """Everything after a round, and then each change as it happens."""
         said: tuple[str, int, int] | None = None
+        memory: dict[str, int] = {}
 
         def now() -> tuple[str, int, int]:
             return self.state, self.round, len(self.reports)
@@ -110,7 +111,8 @@ class Progress:
                 said = now()
                 fresh = [report for report in self.reports if report.round > after]
             after = max([after, *(report.round for report in fresh)])
-            memory = await asyncio.to_thread(memory_of)
+            if fresh:  # the kernel walks all pages to answer, so it is not asked at every change
+                memory = await asyncio.to_thread(memory_of)
             yield pb.Progress(
                 name=self.name,
                 state=said[0],
@@ -274,6 +276,7 @@ class PeerProcess:
             start = time.perf_counter()
             result = await node.round(k)
             seconds = time.perf_counter() - start
+            transport.deadlines.round_took(seconds)
             w = node.algorithm.weights
             await self._measure(w)
             self._metrics.finished(k, result.expected, result.used, seconds, result.seconds)

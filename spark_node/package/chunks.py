@@ -57,7 +57,7 @@ class Assembly:
             self._data = memoryview(data)
         else:
             if not self._done:
-                self._data = memoryview(np.empty(self._total, np.uint8))  # pages come when they are written to
+                self._data = np.empty(self._total, np.uint8).data  # pages come when they are written to
             self._data[self._done : self._done + len(data)] = data
         self._done += len(data)
 

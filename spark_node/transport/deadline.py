@@ -5,26 +5,35 @@ from statistics import median
 
 _REMEMBERED = 64
 _ENOUGH = 5
+_ROUNDS = 3
 
 
 class Deadlines:
-    """Median + k MAD of the waits seen in a stage; the ceiling until enough were seen."""
+    """Median + k MAD of the waits seen in a stage; the ceiling until enough were seen.
+
+    It is never below twice the longest of the last rounds: peers that take turns on one machine, or that begin a round
+    at different times, differ by up to a round, and that is no sign of a lost one.
+    """
 
     def __init__(self, floor: float, ceiling: float, spread: float) -> None:
         self._floor, self._ceiling, self._spread = floor, ceiling, spread
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._rounds: deque[float] = deque(maxlen=_ROUNDS)
 
     def seen(self, stage: str, seconds: float) -> None:
         """A neighbour's message of that stage came so long after the wait for it began."""
         self._waits[stage].append(seconds)
 
+    def round_took(self, seconds: float) -> None:
+        """A round is over."""
+        self._rounds.append(seconds)
+
     def of(self, stage: str) -> float:
         """Seconds that the next such wait may take."""
         waits = self._waits[stage]
-        if len(waits) < _ENOUGH:
+        if len(waits) < _ENOUGH or not self._rounds:
             return self._ceiling
         middle = median(waits)
         spread = median(abs(wait - middle) for wait in waits)
-        # A wait that took as long as any before is no sign of a lost peer.
-        expected = max(middle + self._spread * spread, 2 * max(waits))
+        expected = max(middle + self._spread * spread, 2 * max(self._rounds))
         return min(max(expected, self._floor), self._ceiling)

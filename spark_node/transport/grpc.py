@@ -45,7 +45,7 @@ def options(package: PackageSettings, network: NetworkSettings) -> list[tuple[st
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", probe // 2),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 20_000),  # the time a connection may take; a refusal comes at once
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.so_reuseport", 0),
         ("grpc.use_local_subchannel_pool", 1),

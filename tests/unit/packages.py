@@ -1,12 +1,15 @@
 """Models, terms, messages and comparisons that the package tests share."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.client_round import reset_peak
 from spark_node.config import Config
 from spark_node.generated.spark.v1 import package_pb2 as pb
 from spark_node.learning.algorithms import make_projection, make_terms
@@ -16,6 +19,7 @@ from spark_node.learning.layers import FactoredLayer, Jacobian, LayerJacobian
 from spark_node.learning.messages import Message, Package, Weights
 from spark_node.learning.signals import ChainedSignals, ExplicitSignals, Signals
 from spark_node.model import ParameterLayout, cnn, flatten, initialise_kaiming, mlp
+from spark_node.observe.environment import peak_rss
 from spark_node.package import planner
 from spark_node.package.format import PREFIX, Terms
 from tests.unit.networks import CLASSES, Residual, Tied, Tokens, inputs
@@ -164,6 +168,16 @@ def assert_same(found: Message, expected: Message) -> None:
             ours, sent = [*ours, *_fields(mine.signals)], [*sent, *_fields(theirs.signals)]  # type: ignore[attr-defined]
         assert len(ours) == len(sent)
         assert all(same_bits(a, b) for a, b in zip(ours, sent, strict=True))
+
+
+@contextmanager
+def grows_by_less_than(limit: int) -> Iterator[None]:
+    """The process never holds so many bytes more than before, where the system tells (Linux)."""
+    told = Path("/proc/self/clear_refs").exists()
+    before = reset_peak() if told else 0
+    yield
+    if told:
+        assert (peak_rss() or 0) - before < limit
 
 
 def kernel_products(found: Jacobian) -> tuple[Tensor, Tensor]:

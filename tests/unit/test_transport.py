@@ -1,0 +1,230 @@
+"""The parts of the transport, each by itself: deadlines, mailbox, member lists, frames, turns."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from spark_node.config import TopologySettings
+from spark_node.generated.spark.v1 import package_pb2, peer_pb2
+from spark_node.launch.slots import Slots
+from spark_node.membership import Roster
+from spark_node.package.errors import PackageError
+from spark_node.transport import frames
+from spark_node.transport.deadline import Deadlines
+from spark_node.transport.mailbox import Mailbox
+
+# Deadlines
+
+
+def test_the_ceiling_holds_until_waits_and_a_round_were_seen() -> None:
+    deadlines = Deadlines(1.0, 100.0, 8.0)
+    assert deadlines.of("weights") == 100.0
+    for _ in range(10):
+        deadlines.seen("weights", 2.0)
+    assert deadlines.of("weights") == 100.0
+    deadlines.round_took(3.0)
+    assert deadlines.of("weights") == 6.0  # twice the round
+    assert deadlines.of("package") == 100.0
+
+
+def test_a_deadline_is_the_median_and_k_deviations_within_floor_and_ceiling() -> None:
+    deadlines = Deadlines(1.0, 100.0, 8.0)
+    deadlines.round_took(0.1)
+    for wait in (10.0, 11.0, 12.0, 13.0, 14.0):
+        deadlines.seen("package", wait)
+    assert deadlines.of("package") == 12.0 + 8 * 1.0
+    for _ in range(64):
+        deadlines.seen("package", 0.01)
+    assert deadlines.of("package") == 1.0
+    for _ in range(64):
+        deadlines.seen("package", 1000.0)
+    assert deadlines.of("package") == 100.0
+
+
+# Mailbox
+
+
+def give(mailbox: Mailbox, k: int, stage: str, sender: str, data: bytes = b"x") -> "peer_pb2.Reason":
+    reason = mailbox.admits(k, stage, sender)
+    if reason == peer_pb2.REASON_NONE:
+        asyncio.run(mailbox.put(k, stage, sender, memoryview(data)))
+    return reason
+
+
+def take(mailbox: Mailbox, k: int, stage: str, due: Iterable[str], seconds: float | None = 0.05) -> set[str]:
+    return set(asyncio.run(mailbox.take(k, stage, lambda: due, seconds)))
+
+
+def test_a_mailbox_keeps_a_few_rounds_and_says_why_it_refuses_others() -> None:
+    mailbox = Mailbox(ahead=2)
+    asyncio.run(mailbox.enter(5))
+    assert give(mailbox, 4, "weights", "a") == peer_pb2.REASON_STALE
+    assert [give(mailbox, k, "weights", "a") for k in (5, 6, 7)] == [peer_pb2.REASON_NONE] * 3
+    assert give(mailbox, 8, "weights", "a") == peer_pb2.REASON_EARLY
+    assert give(mailbox, 5, "weights", "a") == peer_pb2.REASON_DUPLICATE
+    assert take(mailbox, 5, "weights", ["a"]) == {"a"}
+    assert give(mailbox, 5, "weights", "b") == peer_pb2.REASON_STALE  # that stage is over
+    assert give(mailbox, 5, "package", "b") == peer_pb2.REASON_NONE
+    asyncio.run(mailbox.enter(6))
+    assert take(mailbox, 6, "weights", ["a"]) == {"a"}
+
+
+def test_a_wait_ends_when_everybody_has_come_or_will_not_come_or_time_is_up() -> None:
+    async def play() -> None:
+        mailbox = Mailbox(ahead=1)
+        await mailbox.enter(1)
+        due = {"a", "b"}
+
+        async def later() -> None:
+            await asyncio.sleep(0.05)
+            await mailbox.put(1, "weights", "a", memoryview(b"x"))
+            await asyncio.sleep(0.05)
+            due.discard("b")
+            await mailbox.give_up()
+
+        waits: list[float] = []
+        task = asyncio.create_task(later())
+        start = time.monotonic()
+        found = await mailbox.take(1, "weights", lambda: due, 10.0, waits.append)
+        assert set(found) == {"a"}
+        assert time.monotonic() - start < 5
+        assert len(waits) == 1
+        assert waits[0] > 0.03
+        await task
+        start = time.monotonic()
+        assert await mailbox.take(1, "package", lambda: {"a"}, 0.1) == {}
+        assert 0.05 < time.monotonic() - start < 5
+
+    asyncio.run(play())
+
+
+# Member lists
+
+
+def test_a_list_holds_from_its_round_until_the_next_one_does() -> None:
+    roster = Roster(0, TopologySettings("ring", 2, True))
+    first = {f"peer-{i}": f"h:{i}" for i in range(5)}
+    roster.add(10, 1, first)
+    roster.add(11, 6, {**first, "peer-5": "h:5"})
+    assert len(roster.members(5)) == 5
+    assert len(roster.members(6)) == 6
+    assert roster.neighbours("peer-5", 5) == ()
+    assert len(roster.neighbours("peer-5", 6)) == 2
+    roster.add(9, 1, {})  # older: nothing happens
+    assert roster.version == 11
+    roster.add(12, 6, {name: a for name, a in first.items() if name != "peer-0"})
+    assert roster.members(5) == tuple(sorted(first))
+    assert roster.members(7) == ("peer-1", "peer-2", "peer-3", "peer-4")
+    assert roster.address("peer-3") == "h:3"
+
+
+@given(members=st.integers(2, 12), degree=st.integers(1, 11), kind=st.sampled_from(["regular", "cluster", "line"]))
+@effort(deadline=None, max_examples=60)
+def test_whoever_is_left_has_a_graph_of_the_nearest_degree(members: int, degree: int, kind: str) -> None:
+    roster = Roster(0, TopologySettings(kind, degree, True))
+    roster.add(1, 1, {f"peer-{i:02d}": "h:1" for i in range(members)})
+    for k in (1, 2):
+        neighbours = {peer: roster.neighbours(peer, k) for peer in roster.members(k)}
+        assert all(neighbours.values())
+        assert all(peer in neighbours[other] for peer, others in neighbours.items() for other in others)
+
+
+# Frames
+
+
+ENVELOPE = peer_pb2.Envelope(run="r", round=3, stage="weights", sender="peer-000", members_version=7)
+
+
+@given(pieces=st.lists(st.binary(max_size=400), max_size=5), size=st.integers(1, 300))
+@effort(deadline=None, max_examples=200)
+def test_frames_are_what_protobuf_would_write_and_read(pieces: list[bytes], size: int) -> None:
+    whole = b"".join(pieces)
+    joined = b""
+    for i, raw in enumerate(frames.deliveries(ENVELOPE, pieces, size)):
+        parsed = peer_pb2.Delivery.FromString(raw)
+        assert parsed.HasField("envelope") == (i == 0)
+        assert (parsed.chunk.total, parsed.chunk.offset) == (len(whole), len(joined))
+        frame = frames.read(raw)
+        assert (frame.total, frame.offset, bytes(frame.data)) == (len(whole), len(joined), parsed.chunk.data)
+        assert frame.envelope == (ENVELOPE if i == 0 else None)
+        joined += parsed.chunk.data
+    assert joined == whole
+
+
+@given(st.binary(max_size=200))
+@effort(deadline=None, max_examples=500)
+def test_any_bytes_are_a_frame_or_one_typed_error(raw: bytes) -> None:
+    try:
+        frame = frames.read(raw)
+    except PackageError:
+        return
+    try:
+        parsed = peer_pb2.Delivery.FromString(raw)
+    except DecodeError:
+        return  # protobuf is stricter in what it passes over
+    if len(set(_numbers(raw))) == len(_numbers(raw)):  # protobuf merges repeated messages; we take the last
+        assert bytes(frame.data) == parsed.chunk.data or parsed.chunk == package_pb2.Chunk()
+
+
+def _numbers(raw: bytes) -> list[int]:
+    return [number for number, _ in frames._fields(memoryview(raw))]
+
+
+# Turns
+
+
+def test_a_slot_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with Slots(tmp_path, 1, 0).one():
+            os.write(tell, b"x")
+            time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    mine = Slots(tmp_path, 1, 1)
+    started = time.monotonic()
+    killer = os.fork()
+    if killer == 0:
+        time.sleep(0.3)
+        os.kill(child, signal.SIGKILL)
+        os._exit(0)
+    with mine.one():
+        waited = time.monotonic() - started
+    assert 0.1 < waited < 20
+    for pid in (child, killer):
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_more_than_the_given_number_compute_at_once(tmp_path: Path, count: int) -> None:
+    log = tmp_path / "log"
+    children = []
+    for i in range(6):
+        pid = os.fork()
+        if pid == 0:
+            with Slots(tmp_path, count, i).one():
+                for word in ("in", "out"):
+                    with log.open("a") as file:
+                        file.write(f"{word}\n")
+                    if word == "in":
+                        time.sleep(0.05)
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+    inside = most = 0
+    for line in log.read_text().splitlines():
+        inside += 1 if line == "in" else -1
+        most = max(most, inside)
+    assert most <= count
+    assert inside == 0

@@ -38,12 +38,12 @@ class Lines(logging.Formatter):
 
 def log_to(path: Path | None, form: str, peer: str, level: int = logging.INFO) -> None:
     """Everything that this process logs goes to the file (or stderr) from now on, and what libraries print too."""
-    handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if path is not None:
-        file = logging.FileHandler(path)
-        handler = file
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):
-            os.dup2(file.stream.fileno(), stream)
+            os.dup2(file, stream)
+        os.close(file)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(peer) if form == "json" else Lines(peer))
     root = logging.getLogger()
     for old in root.handlers[:]:

@@ -118,15 +118,15 @@ def _patches(part: nn.Module, a: Tensor) -> Tensor:
     """The inputs of a layer at its output positions: [N, P, I]."""
     if isinstance(part, nn.Conv2d):
         columns = F.unfold(a, part.kernel_size, part.dilation, part.padding, part.stride)  # type: ignore[arg-type]
-        return columns.transpose(1, 2)
+        return columns.transpose(1, 2).contiguous()
     return a.reshape(a.shape[0], -1, a.shape[-1])
 
 
 def _positions_last(part: nn.Module, g: Tensor) -> Tensor:
     """Signals as they come from autograd, [C, N, ...], as [N, C, P, O]."""
     if isinstance(part, nn.Conv2d):
-        return g.flatten(3).permute(1, 0, 3, 2)
-    return g.reshape(g.shape[0], g.shape[1], -1, g.shape[-1]).transpose(0, 1)
+        return g.flatten(3).permute(1, 0, 3, 2).contiguous()
+    return g.reshape(g.shape[0], g.shape[1], -1, g.shape[-1]).transpose(0, 1).contiguous()
 
 
 @dataclass

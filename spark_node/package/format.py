@@ -53,10 +53,12 @@ def digest(*pieces: Bytes) -> bytes:
 
 
 def block_digest(block: pb.Block, streams: Sequence[Bytes]) -> bytes:
-    """Names a block by its description and its bytes."""
-    said = (block.role, block.layer, tuple(block.shape), block.coding, block.bits, block.levels, block.group)
-    rest = (block.pattern, block.kept, tuple((s.layout, s.zstd, s.bytes, *s.planes) for s in block.streams))
-    return digest(repr((said, rest)).encode(), *streams)
+    """Names a block by its description, as 64-bit numbers with every list after its length, and its bytes."""
+    said = [block.role, block.layer, len(block.shape), *block.shape, block.coding, block.bits, block.levels]
+    said += [block.group, block.pattern, block.kept, len(block.streams)]
+    for stream in block.streams:
+        said += [stream.layout, stream.zstd, stream.bytes, len(stream.planes), *stream.planes]
+    return digest(struct.pack(f"<{len(said)}Q", *(number % 2**64 for number in said)), *streams)
 
 
 def rows_of(role: int, shape: Sequence[int]) -> int:

@@ -62,7 +62,7 @@ class PeerCodec:
         self.terms, self.peer = terms, peer
         self._seed, self._device = seed, device
         self._lock = threading.Lock()
-        self._latest: tuple[Message, int, CodedMessage] | None = None
+        self._latest: dict[str, tuple[Message, int, CodedMessage]] = {}
         self._wired: tuple[CodedMessage, set[bytes], list[bytes]] | None = None
         self._coded: OrderedDict[tuple[bytes, Coding], CodedBlock] = OrderedDict()
         self._sent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
@@ -100,8 +100,10 @@ class PeerCodec:
             return inspect(data, self.terms, k=k, sender=sender, held=self._held.get)
 
     def _encode_once(self, message: Message, k: int) -> CodedMessage:
-        if self._latest is not None and self._latest[0] is message and self._latest[1] == k:
-            return self._latest[2]
+        kind = "request" if isinstance(message, Weights) and message.request else message.kind
+        latest = self._latest.get(kind)
+        if latest is not None and latest[0] is message and latest[1] == k:
+            return latest[2]
         owed = self._with_feedback(message)
         random = None
         if self.terms.settings.rounding == "stochastic":
@@ -109,7 +111,7 @@ class PeerCodec:
         coded = encode(owed, self.terms, k=k, sender=self.peer, random=random, memo=self._memo)
         if isinstance(owed, Weights):
             self._remember(owed, coded, k)
-        self._latest = (message, k, coded)
+        self._latest[kind] = (message, k, coded)
         return coded
 
     def _with_feedback(self, message: Message) -> Message:

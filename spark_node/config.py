@@ -208,7 +208,7 @@ class NetworkSettings:
     deadline_spread: float = _number(8.0, 0.0, 1000.0, "k: the deadline is median + k MAD of the waits seen so far")
     ahead: int = _number(2, 1, 64, "rounds that a neighbour's message may come early and is kept")
     streams: int = _number(64, 1, 10_000, "messages that a peer receives at once; more are told to come again")
-    keepalive: float = _number(30.0, 1.0, 3600.0, "seconds of silence after which a connection is probed")
+    keepalive: float = _number(300.0, 1.0, 3600.0, "seconds of silence after which a connection is probed")
     own_test: int = _number(0, 0, 10_000_000, "test samples on which a peer measures its own accuracy; 0 = none")
     model_history: int = _number(8, 1, 1000, "finished rounds whose models a peer keeps for the observer")
     restarts: int = _number(3, 0, 1_000_000, "times that a crashed peer is started again")

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 
 class JsonLines(logging.Formatter):
@@ -38,12 +39,13 @@ class Lines(logging.Formatter):
 
 def log_to(path: Path | None, form: str, peer: str, level: int = logging.INFO) -> None:
     """Everything that this process logs goes to the file (or stderr) from now on, and what libraries print too."""
+    target: TextIO = sys.stderr
     if path is not None:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = path.open("a", encoding="utf-8", buffering=1)
         for stream in (1, 2):
-            os.dup2(file, stream)
-        os.close(file)
-    handler = logging.StreamHandler(sys.stderr)
+            os.dup2(target.fileno(), stream)
+    handler = logging.StreamHandler(target)
     handler.setFormatter(JsonLines(peer) if form == "json" else Lines(peer))
     root = logging.getLogger()
     for old in root.handlers[:]:

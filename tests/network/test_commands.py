@@ -28,8 +28,19 @@ def environment() -> dict[str, str]:
 
 def start(*arguments: str, cwd: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [*SPARK, *arguments], cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*SPARK, *arguments],
+        cwd=cwd,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_interrupts,
     )
+
+
+def hear_interrupts() -> None:
+    """A test run in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def children_of(pid: int) -> list[int]:

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spark_node.generated.spark.v1 import orchestrator_pb2 as pb
 from spark_node.generated.spark.v1 import orchestrator_pb2_grpc as rpc
 from tests.network.isolation import isolated
+from tests.network.test_commands import hear_interrupts
 
 PATIENCE = 60.0
 COMMAND = [sys.executable, "-m", "spark_node", "orchestrator"]
@@ -415,7 +416,9 @@ def test_bad_usage_is_one_line_and_exit_code_two() -> None:
 
 def test_it_says_where_it_listens_in_a_sentence() -> None:
     command = [*COMMAND, "--run-id", "monday", "--set", "network.metrics=false"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=hear_interrupts
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("orchestrator of run monday listens on 127.0.0.1:")

@@ -73,21 +73,21 @@ def test_a_crashed_peer_is_started_again_and_takes_part_in_later_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doomed(monkeypatch, "weights", 2)
-    config = small(run__rounds=12, network__restarts=1, network__lease=2.0, network__deadline_floor=20.0)
+    config = small(run__rounds=60, network__restarts=1, network__lease=1.0, network__deadline_floor=20.0)
     network = Network(config, tmp_path)
     found = network.train()
     assert VICTIM in found, logs(tmp_path)
     said = logs(tmp_path)
     assert f"{VICTIM} ended with -9; started again" in said
     rounds = [line for line in (tmp_path / "logs" / f"{VICTIM}.log").read_text().splitlines() if " round " in line]
-    assert any("round 12:" in line for line in rounds), said
+    assert any("round 60:" in line for line in rounds), said
 
 
 @isolated
 def test_training_goes_on_without_the_orchestrator_and_finds_it_again(tmp_path: Path) -> None:
     from orchestrator.main import serve
 
-    config = small(run__rounds=10, network__lease=1.0)
+    config = small(run__rounds=60, network__lease=1.0)
     network = Network(config, tmp_path)
     with network.local as local:
         assert local.orchestrator is not None
@@ -110,8 +110,9 @@ def test_training_goes_on_without_the_orchestrator_and_finds_it_again(tmp_path: 
             asyncio.run(observer.follow(local.over))
         finally:
             second[0].stop()
-    assert len(network.log.records) == 10
-    assert sum(r.neighbours_used for r in network.log.records) == 10 * 6 * 3, logs(tmp_path)
+    assert len(network.log.records) == 60
+    assert sum(r.neighbours_used for r in network.log.records) == 60 * 6 * 3, logs(tmp_path)
+    assert "join of peer-003" in (tmp_path / "logs" / "orchestrator-2.log").read_text()
 
 
 @isolated
@@ -133,29 +134,31 @@ def test_two_runs_on_one_machine_do_not_mix(tmp_path: Path) -> None:
 
 @isolated
 def test_a_late_peer_takes_part_from_a_later_round_on(tmp_path: Path) -> None:
-    config = small(run__nodes=7, topology__degree=2, run__rounds=14, network__start_timeout=4.0, network__lease=1.0)
+    config = small(run__nodes=7, topology__degree=2, run__rounds=60, network__start_timeout=4.0, network__lease=1.0)
     network = Network(config, tmp_path)
     local = network.local
     local._start_orchestrator()
     joined = config.replace(network__orchestrator=local.orchestrator_address)
 
-    def host(chosen: range, name: str, wait: float) -> Child:
+    def host(chosen: range, name: str, wait: bool) -> Child:
         def work() -> int:
-            time.sleep(wait)
+            first = tmp_path / "logs" / "peer-000.log"
+            while wait and not (first.exists() and "round 2:" in first.read_text()):
+                time.sleep(0.02)
             log_to(tmp_path / "logs" / f"{name}.log", "human", name)
             jobs = peer_jobs(joined, network.dataset, network.partition, network.module, chosen)
             return Host(jobs, tmp_path / "logs", workers=2, restarts=0, log_form="human").run()
 
         return Child(fork(work, name))
 
-    early, late = host(range(6), "early", 0.0), host(range(6, 7), "late", 6.0)
+    early, late = host(range(6), "early", False), host(range(6, 7), "late", True)
     try:
         observer = network.observer()
         asyncio.run(observer.follow(lambda: None if early.poll() is None else "over"))
         latecomer = (tmp_path / "logs" / "peer-006.log").read_text()
         assert "takes part from round 1 on" not in latecomer
-        assert "round 14:" in latecomer, logs(tmp_path)
-        assert len(network.log.records) == 14
+        assert "round 60:" in latecomer, logs(tmp_path)
+        assert len(network.log.records) == 60
     finally:
         for child in (early, late, local.orchestrator):
             if child is not None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,7 +80,6 @@ class Host:
         self._waiting = [_Child(job) for job in jobs]
         self._running: dict[int, _Child] = {}
         self._stopping = False
-        self.failed: list[str] = []
 
     def run(self) -> int:
         """0: every peer finished; 1: some did not; 2: some could not begin."""
@@ -106,7 +106,7 @@ class Host:
         for child in [c for c in self._waiting if c.not_before <= now]:
             self._waiting.remove(child)
             child.starts += 1
-            pid = fork(lambda child=child: self._peer(child), child.job.name)  # type: ignore[misc]
+            pid = fork(partial(self._peer, child), child.job.name)
             self._running[pid] = child
 
     def _peer(self, child: _Child) -> int:
@@ -136,7 +136,6 @@ class Host:
         if code == 0 or self._stopping:
             return 0
         if code == EXIT_USAGE or child.starts > self._restarts:
-            self.failed.append(child.job.name)
             where = self._logs / f"{child.job.name}.log"
             log.error("%s ended with %d and is not started again; %s says why", child.job.name, code, where)
             return EXIT_USAGE if code == EXIT_USAGE else 1

@@ -135,11 +135,13 @@ def store_codes(codes: Codes, bits: int, level: int) -> Part:
     """Numbers of b bits: packed, or as bytes where zstandard makes those smaller."""
     if level == 0 or bits == 8:
         return store(pack(codes, bits), pb.LAYOUT_PACKED, level)
-    if bits < 8:
-        other = lambda part: store(codes[part].astype(np.uint8).tobytes(), pb.LAYOUT_PLAIN, level)  # noqa: E731
-    else:
-        other = lambda part: _store_planes(_planes(codes[part].astype("<u2")), level)  # noqa: E731
-    orders = [other, lambda part: store(pack(codes[part], bits), pb.LAYOUT_PACKED, level)]
+
+    def as_bytes(part: slice) -> Part:
+        if bits < 8:
+            return store(codes[part].astype(np.uint8).tobytes(), pb.LAYOUT_PLAIN, level)
+        return _store_planes(_planes(codes[part].astype("<u2")), level)
+
+    orders = [as_bytes, lambda part: store(pack(codes[part], bits), pb.LAYOUT_PACKED, level)]
     return _best(orders, codes.nbytes, len(codes))
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,9 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def wait_for(condition: "object", seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.05)
 

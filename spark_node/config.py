@@ -190,6 +190,18 @@ class PackageSettings:
         widths = (self.bits, self.input_bits, self.hidden_bits, self.signal_bits, self.logit_bits)
         return max(widths) <= 0 and self.max_error == 0 and self.keep == 1 and self.weights == "lossless"
 
+    def codec(self, kind: str) -> str:
+        """How messages of a kind are coded, in a word that metrics carry: int8, auto-axis250-6bit, auto-lossless."""
+        if kind != "package":
+            return self.weights
+        parts = [self.encoding]
+        if self.projection != "none":
+            parts.append(f"{self.projection}{self.sketch_size}")
+        if self.keep < 1:
+            parts.append(f"keep{self.keep:g}")
+        bits = f"{self.bits}bit" if self.bits else f"error{self.max_error:g}" if self.max_error else "lossless"
+        return "-".join([*parts, bits])
+
 
 @dataclass(frozen=True)
 class NetworkSettings:

@@ -1,7 +1,7 @@
 """Every Prometheus series of a peer, in one place."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -36,9 +36,11 @@ class Histogram:
 class PeerMetrics(Collector):
     """What a scrape sees; values are read when asked for, so that training pays nothing."""
 
-    def __init__(self, peer: str, traffic: Traffic) -> None:
+    def __init__(self, peer: str, traffic: Traffic, codec: Callable[[str], str] = lambda _: "") -> None:
         self._labels = {"peer": peer, "run": ""}
-        self._traffic = traffic
+        self._traffic, self._codec = traffic, codec
+        self.control: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Bytes sent to the orchestrator, and received from it."""
         self.round = 0
         self.expected = self.used = 0
         self.facts: Mapping[str, float] = {}
@@ -79,18 +81,27 @@ class PeerMetrics(Collector):
         return found
 
     def _bytes(self, traffic: Traffic) -> list[Metric]:
-        names = ["peer", "run", "kind", "neighbour"]
-        sent = CounterMetricFamily("spark_sent_bytes", "Bytes handed to gRPC, by kind and neighbour", labels=names)
+        names = [*self._labels, "kind", "codec", "role", "neighbour"]
+        sent = CounterMetricFamily("spark_sent_bytes", "Bytes handed to gRPC, by who they are for", labels=names)
         raw = CounterMetricFamily("spark_sent_raw_bytes", "The same tensors as plain float32", labels=names)
         count = CounterMetricFamily("spark_sent_messages", "Messages sent", labels=names)
         got = CounterMetricFamily("spark_received_bytes", "Bytes that came from gRPC and were taken", labels=names)
         families = ((sent, traffic.sent), (raw, traffic.raw), (count, traffic.messages), (got, traffic.received))
         for family, counter in families:
             for (neighbour, kind), value in list(counter.items()):
-                family.add_metric([*self._labels.values(), kind, neighbour], value)
+                self._edge(family, kind, self._codec(kind), "peer", neighbour, value)
+        for family, value in zip((sent, got), self.control(), strict=True):
+            self._edge(family, "control", "protobuf", "orchestrator", "orchestrator", value)
+        for kind, value in list(traffic.observed.items()):
+            codec = "lossless" if kind == "model" else "protobuf"
+            self._edge(sent, kind, codec, "observer", "observer", value)
         wire, plain = sum(traffic.sent.values()), sum(traffic.raw.values())
         ratio = self._gauge("spark_compression_ratio", "Raw bytes over wire bytes so far", plain / wire if wire else 0)
         return [sent, raw, count, got, ratio]
+
+    def _edge(self, family: Metric, kind: str, codec: str, role: str, other: str, value: int) -> None:
+        labels = {**self._labels, "kind": kind, "codec": codec, "role": role, "neighbour": other}
+        family.add_sample(f"{family.name}_total", labels, value)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))

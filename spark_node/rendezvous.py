@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from spark_node.config import TopologySettings
@@ -42,9 +43,18 @@ class Rendezvous:
         self.roster: Roster | None = None
         self.run = ""
         self.round: Callable[[], int] = lambda: 0
-        self.control_bytes = 0
+        self.bytes_sent = self.bytes_received = 0
         self._reporting: asyncio.Task[None] | None = None
         self._answers = True
+
+    @property
+    def control_bytes(self) -> int:
+        """What was exchanged with the orchestrator, both ways."""
+        return self.bytes_sent + self.bytes_received
+
+    def _count(self, request: Message, reply: Message) -> None:
+        self.bytes_sent += request.ByteSize()
+        self.bytes_received += reply.ByteSize()
 
     async def join(self, patience: float) -> Roster:
         """Take part; waits for the orchestrator up to `patience` seconds."""
@@ -74,7 +84,7 @@ class Rendezvous:
             run=self.run, member=self._member, signature=self._signature, round=self.round(), version=version
         )
         reply: pb.JoinReply = await self._stub.Join(request, timeout=_CALL_SECONDS)
-        self.control_bytes += request.ByteSize() + reply.ByteSize()
+        self._count(request, reply)
         return reply
 
     def _take(self, reply: "pb.JoinReply") -> None:
@@ -139,7 +149,7 @@ class Rendezvous:
             version=self.roster.version,
         )
         reply: pb.RenewReply = await self._stub.Renew(request, timeout=_CALL_SECONDS)
-        self.control_bytes += request.ByteSize() + reply.ByteSize()
+        self._count(request, reply)
         if reply.known:
             self._learn(reply.members, reply.started)
             return

@@ -126,8 +126,9 @@ class Progress:
 class Service:
     """The gRPC face of a peer. Deliveries come as bytes (transport/frames.py), everything else as messages."""
 
-    def __init__(self, progress: Progress, chunk_bytes: int) -> None:
+    def __init__(self, progress: Progress, chunk_bytes: int, traffic: Traffic | None = None) -> None:
         self._progress, self._chunk_bytes = progress, chunk_bytes
+        self._traffic = traffic or Traffic()
         self.transport: GrpcTransport | None = None
         self.terms: Terms | None = None
 
@@ -165,10 +166,13 @@ class Service:
         exact = replace(self.terms, settings=replace(self.terms.settings, weights="lossless"))
         coded = await asyncio.to_thread(encode, Weights(w), exact, k=request.round, sender=self._progress.name)
         for chunk in split(coded.wire(), self._chunk_bytes):
-            yield pb.ModelReply(found=True, chunk=chunk)
+            reply = pb.ModelReply(found=True, chunk=chunk)
+            self._traffic.observed["model"] += reply.ByteSize()
+            yield reply
 
     async def Follow(self, request: "pb.FollowRequest", context: Any) -> AsyncIterator["pb.Progress"]:
         async for progress in self._progress.follow(request.after_round):
+            self._traffic.observed["progress"] += progress.ByteSize()
             yield progress
 
 
@@ -179,9 +183,9 @@ class PeerProcess:
         self._job, self._slots = job, slots
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
-        self._metrics = PeerMetrics(job.name, self._traffic)
+        self._metrics = PeerMetrics(job.name, self._traffic, job.config.package.codec)
         self._progress = Progress(job.name, self._network.model_history)
-        self._service = Service(self._progress, job.config.package.chunk_bytes)
+        self._service = Service(self._progress, job.config.package.chunk_bytes, self._traffic)
         self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._reported: dict[str, Counter[Any]] = {}
         self._stop = asyncio.Event()
@@ -238,6 +242,7 @@ class PeerProcess:
             signature(config, job.module),
         )
         self._progress.control = lambda: line.control_bytes
+        self._metrics.control = lambda: (line.bytes_sent, line.bytes_received)
         try:
             roster = await line.join(max(self._network.start_timeout, 10.0))
             self._metrics.of_run(line.run)

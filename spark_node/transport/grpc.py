@@ -64,6 +64,8 @@ class Traffic:
     """Messages that this peer did not take."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Messages of this peer that a neighbour did not take."""
+    observed: Counter[str] = field(default_factory=Counter)
+    """Bytes handed to observers, by kind."""
 
 
 def kind_of(message: Message) -> str:

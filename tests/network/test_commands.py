@@ -147,12 +147,13 @@ def test_orchestrator_hosts_and_a_node_started_by_hand_train_together(tmp_path: 
             if len(targets) == 6 and not scraped:
                 with urllib.request.urlopen(f"http://{targets[0]}/metrics", timeout=5) as page:
                     text = page.read().decode()
-                if "spark_sent_bytes_total{" in text:
+                if 'role="peer"' in text:
                     scraped.append(text)
             return bool(scraped)
 
         wait_for(scrape, 90)
-        assert 'kind="package"' in scraped[0] or 'kind="weights"' in scraped[0]
+        for label in ('kind="weights"', 'codec="lossless"', 'role="orchestrator"'):
+            assert label in scraped[0]
         for host in hosts:
             _, said = host.communicate(timeout=90)
             assert host.returncode == 0, said

@@ -1,0 +1,95 @@
+"""What a scrape of a peer says, read by Prometheus' own parser."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from spark_node.config import PackageSettings
+from spark_node.metrics import PeerMetrics
+from spark_node.transport.grpc import Traffic
+
+Sample = tuple[dict[str, str], float]
+
+
+def scrape(metrics: PeerMetrics) -> dict[str, list[Sample]]:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    found: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(samples: list[Sample], **labels: str) -> float:
+    matching = [number for its, number in samples if labels.items() <= its.items()]
+    assert len(matching) == 1, samples
+    return matching[0]
+
+
+@pytest.fixture
+def metrics() -> PeerMetrics:
+    traffic = Traffic()
+    traffic.sent.update({("b", "weights"): 100, ("b", "package"): 50, ("c", "weights"): 100})
+    traffic.raw.update({("b", "weights"): 400, ("b", "package"): 5000, ("c", "weights"): 400})
+    traffic.messages.update({("b", "weights"): 1, ("b", "package"): 1, ("c", "weights"): 1})
+    traffic.received.update({("c", "package"): 70})
+    traffic.refused.update({"stale": 2})
+    traffic.observed.update({"model": 300, "progress": 20})
+    found = PeerMetrics("a", traffic, PackageSettings(weights="int8", bits=6).codec)
+    found.of_run("monday")
+    found.control = lambda: (64, 90)
+    return found
+
+
+def test_bytes_are_told_by_kind_codec_and_role(metrics: PeerMetrics) -> None:
+    found = scrape(metrics)
+    sent = found["spark_sent_bytes_total"]
+    assert value(sent, kind="weights", codec="int8", role="peer", neighbour="b", peer="a", run="monday") == 100
+    assert value(sent, kind="package", codec="auto-6bit", role="peer", neighbour="b") == 50
+    assert value(sent, kind="control", role="orchestrator") == 64
+    assert value(sent, kind="model", codec="lossless", role="observer") == 300
+    assert value(sent, kind="progress", role="observer") == 20
+    got = found["spark_received_bytes_total"]
+    assert value(got, kind="package", role="peer", neighbour="c") == 70
+    assert value(got, kind="control", role="orchestrator") == 90
+
+
+def test_raw_bytes_stand_beside_wire_bytes(metrics: PeerMetrics) -> None:
+    found = scrape(metrics)
+    assert value(found["spark_sent_raw_bytes_total"], kind="package", neighbour="b") == 5000
+    assert value(found["spark_sent_messages_total"], kind="package", neighbour="b") == 1
+    assert value(found["spark_compression_ratio"]) == pytest.approx(5800 / 250)
+
+
+def test_rounds_and_what_they_found(metrics: PeerMetrics) -> None:
+    assert "spark_own_accuracy" not in scrape(metrics), "a peer without test samples says nothing of its accuracy"
+    metrics.finished(3, expected=5, used=4, seconds=2.5, stages={"kernel": 0.02, "waiting, weights": 1.5})
+    metrics.facts, metrics.accuracy = {"loss": 0.5, "t_star": 800.0}, 0.75
+    found = scrape(metrics)
+    assert value(found["spark_round"]) == 3
+    assert value(found["spark_neighbours_expected_total"]) == 5
+    assert value(found["spark_neighbours_used_total"]) == 4
+    assert value(found["spark_loss"]) == 0.5
+    assert value(found["spark_t_star"]) == 800
+    assert value(found["spark_own_accuracy"]) == 0.75
+    assert value(found["spark_refused_total"], reason="stale") == 2
+    assert value(found["spark_stage_seconds_bucket"], stage="kernel", le="0.03") == 1
+    assert value(found["spark_stage_seconds_bucket"], stage="kernel", le="0.01") == 0
+    assert value(found["spark_round_seconds_sum"]) == 2.5
+    assert value(found["spark_memory_pss_bytes"]) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (PackageSettings(), "auto-lossless"),
+        (PackageSettings(encoding="dense", projection="flat", sketch_size=10_000, keep=0.1, bits=6),
+         "dense-flat10000-keep0.1-6bit"),
+        (PackageSettings(encoding="factored", max_error=0.05), "factored-error0.05"),
+    ],
+    ids=["lossless", "the paper's stack", "error"],
+)  # fmt: skip
+def test_codec_in_a_word(settings: PackageSettings, name: str) -> None:
+    assert settings.codec("package") == name
+    assert settings.codec("weights") == "lossless"

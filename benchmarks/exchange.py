@@ -185,10 +185,12 @@ def main() -> None:
 
     import spark_node.launch.peer  # noqa: F401  everything that the children need, loaded once
     from benchmarks.common import arguments, report
+    from spark_node.memory import tune_allocator
 
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
-    sizes = [(64 * 1024, 100), (MIB, 60), (8 * MIB, 20), (100 * MIB, 3)]
+    tune_allocator()  # as a host does before it forks its peers; the bare calls have the same
+    sizes = [(64 * 1024, 400), (MIB, 300), (8 * MIB, 80), (100 * MIB, 6)]
     if options.quick:
         sizes = [(MIB, 10), (8 * MIB, 3)]
     report("exchange", [isolated(size, calls) for size, calls in sizes], options.json)

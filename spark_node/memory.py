@@ -5,7 +5,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_M_ARENA_MAX = -8
+_M_ARENA_MAX, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -8, -3, -1
+_REUSED = 32 * 2**20
+"""Blocks up to this size come from the heap: glibc's largest value. A fresh mapping costs a page fault each 4 KiB."""
+_KEPT = 2**23
+"""Free memory at the end of the heap that stays with the process until `give_back`."""
 
 
 def memory_of(pid: int | str = "self") -> dict[str, int]:
@@ -18,10 +22,17 @@ def memory_of(pid: int | str = "self") -> dict[str, int]:
     return {names[word]: int(rest[0]) * 1024 for word, *rest in map(str.split, lines) if word in names}
 
 
-def use_few_arenas() -> None:
-    """One heap for all threads but two: a peer has many threads that hardly allocate, and each would keep its own."""
+def tune_allocator() -> None:
+    """For a process that has many threads, handles messages of megabytes, and says itself when to give memory back.
+
+    One heap for all threads but two (each would keep its own), and no mapping made and unmapped for every large block:
+    putting 8 MiB together from chunks takes a third of the time.
+    """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_ARENA_MAX, 2)
+        mallopt(_M_MMAP_THRESHOLD, _REUSED)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def give_back() -> None:

@@ -21,7 +21,7 @@ from spark_node.errors import UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
 from spark_node.launch.slots import Slots
-from spark_node.memory import use_few_arenas
+from spark_node.memory import tune_allocator
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Host:
             return self._watch()
 
     def _watch(self) -> int:
-        use_few_arenas()
+        tune_allocator()
         gc.collect()
         gc.freeze()
         signal.signal(signal.SIGTERM, self._terminate)

@@ -192,8 +192,8 @@ def _rounds_table(run: Run) -> str:
                 f"{r.round} ★" if r is run.reached else r.round,
                 Bold(accuracy) if r is run.best else accuracy,
                 *(wording.percent(v) for v in (r.client_accuracy_mean, clients.min, clients.median, clients.max)),
-                _decimal(r.loss),
-                _decimal(r.t_star_mean, ".0f"),
+                wording.decimal(r.loss),
+                wording.decimal(r.t_star_mean, ".0f"),
                 wording.size(r.bytes_total),
                 f"{r.wall:.2f}",
                 f"{r.neighbours_used} of {r.neighbours_expected}",
@@ -330,7 +330,3 @@ def _value(value: Any) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else ""
-
-
-def _decimal(value: float, form: str = ".4f") -> str:
-    return "n/a" if math.isnan(value) else f"{value:{form}}"

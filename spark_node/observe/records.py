@@ -30,7 +30,7 @@ class RoundRecord:
     neighbours_expected: int
     neighbours_used: int
     loss: float | None = None
-    """Mean over peers of the loss that chose t*, or of the training loss. None, as any below: the algorithm has none."""
+    """Mean over peers of the loss that chose t*, or of the training loss. None, as any below: not of this algorithm."""
     t_star_mean: float | None = None
     eta: float | None = None
     """Learning rate of the round."""

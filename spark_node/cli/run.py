@@ -297,7 +297,8 @@ def _list_settings(as_json: bool) -> int:
             table.add_section()
         table.add_row(setting.key, _shown(setting.default), setting.allowed, setting.help)
     console.print(table, markup=False)
-    console.print("Set one with --set KEY=VALUE, in a TOML file as [section] key = VALUE (--config FILE), or as")
+    how = "Set one with --set KEY=VALUE, in a TOML file as [section] key = VALUE (--config FILE), or as"
+    console.print(how, markup=False)
     console.print("SPARK_SECTION__KEY=VALUE in the environment.", markup=False)
     console.print("\nDefaults that are an algorithm's own, as published:")
     for algorithm, own in configuration.PUBLISHED.items():

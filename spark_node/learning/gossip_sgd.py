@@ -72,9 +72,10 @@ class GossipSgd:
             return
         descent = Descent(self.module, self.w, settings, eta)
         for batches in self._epochs(k):
-            losses = [descent.step(x, y) * len(y) for x, y in batches]
+            losses = [descent.step(x, y) for x, y in batches]
         descent.finish()
-        self._facts["loss"] = float(torch.stack(losses).sum()) / samples
+        met = zip(torch.stack(losses).tolist(), batches, strict=True)
+        self._facts["loss"] = sum(loss * len(y) for loss, (_, y) in met) / samples
 
     def _epochs(self, k: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """The batches of each epoch, in an order of their own; the last batch is smaller where they do not divide."""
@@ -112,21 +113,10 @@ class Descent:
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """One step on one batch; its loss before the step."""
-        settings, w, v = self._settings, self.w, self.v
-        if settings.sam_rho:
-            loss = self._ascend(x, y)
-            w0 = w.clone()
-            w.add_(perturbation(w, self._gradient, settings))
-            self._collect_in(self._velocity)
-        v.mul_(settings.momentum) if settings.momentum else v.zero_()
-        found = self._backward(x, y)
-        if settings.sam_rho:
-            w.copy_(w0)
-        else:
-            loss = found
-        if settings.weight_decay:
-            v.add_(w, alpha=settings.weight_decay)
-        w.add_(v, alpha=-self._eta)
+        loss = self._gather_sharply(x, y) if self._settings.sam_rho else self._gather(x, y)
+        if self._settings.weight_decay:
+            self.v.add_(self.w, alpha=self._settings.weight_decay)
+        self.w.add_(self.v, alpha=-self._eta)
         return loss
 
     def finish(self) -> None:
@@ -134,16 +124,27 @@ class Descent:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _ascend(self, x: Tensor, y: Tensor) -> Tensor:
-        """The gradient at w itself, for the perturbation."""
-        self._gradient.zero_()
-        self._collect_in(self._ascent)
+    def _gather(self, x: Tensor, y: Tensor) -> Tensor:
+        """v <- mu v + grad L(w)."""
+        mu = self._settings.momentum
+        self.v.mul_(mu) if mu else self.v.zero_()
         return self._backward(x, y)
 
+    def _gather_sharply(self, x: Tensor, y: Tensor) -> Tensor:
+        """v <- mu v + grad L(w + eps), with eps from the gradient at w."""
+        self._gradient.zero_()
+        self._collect_in(self._ascent)
+        loss, w = self._backward(x, y), self.w.clone()
+        self.w.add_(perturbation(w, self._gradient, self._settings))
+        self._collect_in(self._velocity)
+        self._gather(x, y)
+        self.w.copy_(w)
+        return loss
+
     def _backward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.enable_grad():
-            loss = cross_entropy(self._module(x), y)
-            loss.backward()
+        """The loss; its gradient is added where gradients are collected."""
+        loss = cross_entropy(self._module(x), y)
+        loss.backward()
         return loss.detach()
 
     def _collect_in(self, views: Sequence[Tensor]) -> None:

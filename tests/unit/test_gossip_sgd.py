@@ -14,6 +14,7 @@ from spark_node.config import Config, LocalSettings, load
 from spark_node.data.datasets import load as load_dataset
 from spark_node.data.partitions import partition
 from spark_node.launch.memory import MemoryRun
+from spark_node.launch.peer import signature
 from spark_node.learning.gossip_sgd import Descent, GossipSgd
 from spark_node.model import flatten
 from spark_node.observe.records import RoundRecord, RunInfo
@@ -180,6 +181,13 @@ def test_clients_are_evaluated_every_nth_round_and_in_the_last() -> None:
     assert [len(r.client_accuracy) for r in records] == [0, 6, 0, 6, 6]
     assert [r.client_accuracy_mean is None for r in records] == [True, False, True, False, False]
     assert all(r.aggregated_accuracy > 0 for r in records)
+
+
+def test_peers_must_agree_on_local_training_but_not_on_what_is_evaluated() -> None:
+    config = small("dfedavg")
+    module = network(config).module
+    assert signature(config.replace(local__lr=0.2), module) != signature(config, module)
+    assert signature(config.replace(run__clients_every=2), module) == signature(config, module)
 
 
 # One peer

@@ -1,4 +1,4 @@
-"""One typed configuration. Layers, weakest first: defaults, preset, file, environment, flags.
+"""One typed configuration. Layers, weakest first: defaults (of the algorithm), preset, file, environment, flags.
 
 Every setting is a field with a type, a range and a line of help; every layer is checked the same way, and a
 mistake is one line that names the key, the value, where it came from and what is allowed.
@@ -17,7 +17,7 @@ from typing import Any
 
 from spark_node.errors import ConfigError
 
-ALGORITHMS = ("spark", "ntk-dfl")
+ALGORITHMS = ("spark", "ntk-dfl", "dpsgd", "dfedavg", "dfedavgm", "dfedsam")
 DATASETS = ("digits", "fashion-mnist", "mnist", "mnist-writers", "femnist", "cifar10")
 TOPOLOGIES = ("regular", "cluster", "erdos-renyi", "ring", "line")
 
@@ -57,6 +57,13 @@ class RunSettings:
     transport: str = _choice("grpc", ("grpc", "memory"), "grpc: every peer a process of its own; memory: all in one")
     device: str = _text("cpu", "torch device of every peer: cpu, cuda, cuda:1, ...")
     workers: int = _number(0, 0, 1024, "peers that compute at once on this machine; 0 = one a core")
+    clients_every: int = _number(
+        1, 1, 1_000_000, "rounds between evaluations of every peer's own model; the last is always evaluated"
+    )
+
+    def evaluates_clients(self, k: int) -> bool:
+        """Whether round k ends with an evaluation of every peer's own model."""
+        return k % self.clients_every == 0 or k == self.rounds
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,11 @@ class LearningSettings:
 class MomentumSettings:
     """The velocity (the paper's v and mu)."""
 
-    kind: str = _choice("nesterov", ("nesterov", "heavy-ball", "off"), "kind of momentum")
+    kind: str = _choice(
+        "nesterov",
+        ("nesterov", "heavy-ball", "quasi-global", "off"),
+        "kind of momentum; quasi-global follows the averaged models, for unequal shares of the classes",
+    )
     mu: float = _number(0.9, 0.0, 0.9999, "momentum coefficient mu")
     average_velocity: bool = _flag(False, "neighbours average velocities together with weights (twice the bytes)")
 
@@ -137,6 +148,38 @@ class DistillationSettings:
     alpha_final: float = _number(0.7, 0.0, 1.0, "weight of the hard labels in the last round")
     tau_init: float = _number(1.0, 1e-3, 1e3, "temperature of the soft labels when the warm-up ends")
     tau_final: float = _number(1.3, 1e-3, 1e3, "temperature of the soft labels in the last round")
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """Local training of D-PSGD, DFedAvg, DFedAvgM and DFedSAM. Each has published values of its own (PUBLISHED)."""
+
+    epochs: int = _number(1, 1, 100_000, "passes over the peer's samples in a round")
+    batch_size: int = _number(10, 0, 10_000_000, "samples a step; the last batch may be smaller; 0 = all samples")
+    lr: float = _number(0.1, 1e-9, 1e3, "learning rate of the first round")
+    lr_decay: float = _number(1.0, 1e-6, 1.0, "factor on the learning rate from one round to the next")
+    momentum: float = _number(0.0, 0.0, 0.9999, "heavy-ball momentum; the velocity begins at zero in every round")
+    weight_decay: float = _number(0.0, 0.0, 10.0, "this times the weights is added to the gradient")
+    sam_rho: float = _number(0.0, 0.0, 1e3, "rho: radius of sharpness-aware minimisation; 0 = plain gradients")
+    sam_adaptive: bool = _flag(True, "measure that radius relative to each weight (ASAM)")
+    sam_eta: float = _number(0.01, 0.0, 10.0, "adaptive: added to each weight's size, so that zeros move too")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "dpsgd": {"local.epochs": 1, "local.batch_size": 10, "local.lr": 0.1},
+    "dfedavg": {"local.epochs": 20, "local.batch_size": 25, "local.lr": 0.1},
+    "dfedavgm": {"local.epochs": 20, "local.batch_size": 50, "local.lr": 0.01, "local.momentum": 0.9},
+    "dfedsam": {
+        "local.epochs": 5,
+        "local.batch_size": 32,
+        "local.lr": 0.01,
+        "local.lr_decay": 0.95,
+        "local.momentum": 0.99,
+        "local.weight_decay": 5e-4,
+        "local.sam_rho": 0.01,
+    },
+}
+"""Settings published for an algorithm, in NTK-DFL's comparison: the defaults where run.algorithm names it."""
 
 
 @dataclass(frozen=True)
@@ -238,13 +281,17 @@ class Config:
     learning: LearningSettings = LearningSettings()
     momentum: MomentumSettings = MomentumSettings()
     distillation: DistillationSettings = DistillationSettings()
+    local: LocalSettings = LocalSettings()
     package: PackageSettings = PackageSettings()
     network: NetworkSettings = NetworkSettings()
 
     def replace(self, **settings: Any) -> "Config":
-        """A copy with settings given as section__key=value, checked like any other layer."""
+        """A copy with settings given as section__key=value, checked like any other layer.
+
+        One that names run__algorithm takes that algorithm's published settings along, as `load` does.
+        """
         changes = {key.replace("__", ".", 1): value for key, value in settings.items()}
-        return _apply(self, [("replace()", changes)])
+        return _apply(self, [*_published([changes]), ("replace()", changes)])
 
 
 @dataclass(frozen=True)
@@ -279,7 +326,10 @@ def load(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The effective configuration: defaults < preset < file < environment < flags {"section.key": value}."""
+    """The effective configuration: defaults < preset < file < environment < flags {"section.key": value}.
+
+    The defaults are those of the algorithm that these layers name (PUBLISHED).
+    """
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if preset is not None:
         if preset not in presets():
@@ -290,7 +340,14 @@ def load(
         layers.append((str(file), _flatten(_read_toml(file), str(file))))
     layers.append(("environment", _from_environment(os.environ if environment is None else environment)))
     layers.append(("flags", flags or {}))
-    return _apply(Config(), layers)
+    return _apply(Config(), [*_published([layer for _, layer in layers]), *layers])
+
+
+def _published(layers: Iterable[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The defaults of the algorithm that the strongest of these layers names."""
+    named = [layer["run.algorithm"] for layer in layers if "run.algorithm" in layer]
+    known = bool(named) and isinstance(named[-1], str) and named[-1] in PUBLISHED
+    return [(f"published settings of {named[-1]}", PUBLISHED[named[-1]])] if known else []
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

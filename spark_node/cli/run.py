@@ -51,13 +51,15 @@ FLAGS = {flag: key for group in _GROUPS.values() for flag, (key, _) in group.ite
 _DESCRIPTION = """\
 Train a network of peers on this machine, show its progress live and write a run folder: config.toml,
 rounds.jsonl, summary.json, plots/ and report.html. Settings come from, weakest first: defaults, --preset,
---config, environment (SPARK_SECTION__KEY=value), flags and --set."""
+--config, environment (SPARK_SECTION__KEY=value), flags and --set. The defaults of [local] are those that were
+published for the algorithm; --settings lists them."""
 
 _EPILOG = """\
 examples:
   spark-dfl run --preset demo
   spark-dfl run --preset paper --data-dir /data/fashion-mnist --rounds 5
   spark-dfl run --algorithm ntk-dfl --nodes 50 --degree 6 --partition dirichlet:0.1
+  spark-dfl run --algorithm dfedavg --set local.epochs=5   DFedAvg as published, with fewer epochs
   spark-dfl run --set learning.eta=0.02 --set model.hidden=[200,100] --out runs/wide
   spark-dfl run --config runs/wide/config.toml          the same run again
   spark-dfl run --preset demo --quiet --json            only the summary, as JSON, on stdout
@@ -295,8 +297,12 @@ def _list_settings(as_json: bool) -> int:
             table.add_section()
         table.add_row(setting.key, _shown(setting.default), setting.allowed, setting.help)
     console.print(table, markup=False)
-    console.print("Set one with --set KEY=VALUE, in a TOML file as [section] key = VALUE (--config FILE), or as")
+    how = "Set one with --set KEY=VALUE, in a TOML file as [section] key = VALUE (--config FILE), or as"
+    console.print(how, markup=False)
     console.print("SPARK_SECTION__KEY=VALUE in the environment.", markup=False)
+    console.print("\nDefaults that are an algorithm's own, as published:")
+    for algorithm, own in configuration.PUBLISHED.items():
+        console.print(f"  {algorithm}: {', '.join(f'{key} = {value}' for key, value in own.items())}", markup=False)
     return 0
 
 

@@ -20,7 +20,7 @@ from spark_node.learning.algorithms import make_algorithm, make_terms
 from spark_node.membership import Membership, peer_names
 from spark_node.node import Node, RoundResult, Timings
 from spark_node.observe.accuracy import accuracy, mean_weights
-from spark_node.observe.records import RoundRecord, RunInfo, Watcher
+from spark_node.observe.records import RoundRecord, RunInfo, Watcher, from_facts
 from spark_node.package.peer import PeerCodec
 from spark_node.transport.memory import MemoryNetwork
 
@@ -74,7 +74,7 @@ class MemoryRun:
             start, before = time.perf_counter(), dict(self.network.bytes_sent)
             results = await self._round(k, watcher)
             trained = time.perf_counter()
-            aggregated, clients = await self._evaluate()
+            aggregated, clients = await self._evaluate(self.config.run.evaluates_clients(k))
             sent = {kind: count - before[kind] for kind, count in self.network.bytes_sent.items()}
             watcher.round_done(_record(k, results, aggregated, clients, sent, start, trained))
 
@@ -92,10 +92,10 @@ class MemoryRun:
             tasks = [group.create_task(one(node)) for node in self.nodes]
         return [task.result() for task in tasks]
 
-    async def _evaluate(self) -> tuple[float, list[float]]:
-        """Accuracy of the mean model and of every peer's own, on the whole test set."""
+    async def _evaluate(self, with_clients: bool) -> tuple[float, list[float]]:
+        """Accuracy of the mean model and, where asked for, of every peer's own, on the whole test set."""
         models = [node.algorithm.weights for node in self.nodes]
-        jobs = [self._compute(self._score, w) for w in [mean_weights(models), *models]]
+        jobs = [self._compute(self._score, w) for w in [mean_weights(models), *(models if with_clients else ())]]
         aggregated, *clients = await asyncio.gather(*jobs)
         return aggregated, clients
 
@@ -127,7 +127,6 @@ def _record(
         for stage, seconds in result.seconds.items():
             stages[stage] += seconds
     now = time.perf_counter()
-    facts = [result.facts for result in results]
     return RoundRecord(
         round=k,
         aggregated_accuracy=aggregated,
@@ -136,9 +135,5 @@ def _record(
         seconds={"round": now - start, "training": trained - start, "evaluation": now - trained, **stages},
         neighbours_expected=sum(result.expected for result in results),
         neighbours_used=sum(result.used for result in results),
-        loss=sum(f["loss"] for f in facts) / len(facts),
-        t_star_mean=sum(f["t_star"] for f in facts) / len(facts),
-        eta=facts[0]["eta"],
-        alpha=facts[0]["alpha"],
-        tau=facts[0]["tau"],
+        **from_facts([result.facts for result in results]),
     )

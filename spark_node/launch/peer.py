@@ -60,7 +60,8 @@ class PeerJob:
 
 def signature(config: Config, module: nn.Module) -> str:
     """Of the model and of every setting that all peers of a run must share."""
-    shared = {name: asdict(getattr(config, name)) for name in ("model", "learning", "momentum", "distillation")}
+    sections = ("model", "learning", "momentum", "distillation", "local")
+    shared = {name: asdict(getattr(config, name)) for name in sections}
     wire = asdict(config.package)
     for local in ("level", "chunk_bytes", "max_message_bytes", "max_decoded_bytes", "factor_cache_bytes", "in_memory"):
         del wire[local]
@@ -287,10 +288,8 @@ class PeerProcess:
             self._metrics.finished(k, result.expected, result.used, seconds, result.seconds)
             self._metrics.facts = result.facts
             await self._progress.finished(self._report(k, result, seconds), w)
-            log.info(
-                "round %d: %d of %d neighbours, loss %.4f, %.2f s",
-                k, result.used, result.expected, result.facts.get("loss", float("nan")), seconds,
-            )  # fmt: skip
+            said = f", loss {result.facts['loss']:.4f}" if "loss" in result.facts else ""
+            log.info("round %d: %d of %d neighbours%s, %.2f s", k, result.used, result.expected, said, seconds)
         await self._progress.set("finished")
 
     async def _measure(self, w: Tensor) -> None:

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from spark_node.config import Config
 from spark_node.learning.algorithm import Algorithm, Stopwatch, no_stopwatch
+from spark_node.learning.gossip_sgd import GossipSgd
 from spark_node.learning.jacobian import Form
 from spark_node.learning.spark import Spark, without_acceleration
 from spark_node.model import ParameterLayout
@@ -21,6 +22,8 @@ def make_algorithm(
     stopwatch: Stopwatch = no_stopwatch,
 ) -> Algorithm:
     """The learner of one peer as run.algorithm names it."""
+    if config.run.algorithm not in ("spark", "ntk-dfl"):
+        return GossipSgd(config, peer, module, inputs, labels, stopwatch)
     settings, form = config.package, config.learning.jacobian
     projection = make_projection(config, ParameterLayout.of(module))
     wire_form: Form = planner.forms(module, inputs[0], settings) if form == "auto" else form

@@ -2,7 +2,7 @@
 
 import math
 
-from spark_node.config import LearningSettings
+from spark_node.config import LearningSettings, LocalSettings
 
 
 def learning_rate(settings: LearningSettings, k: int) -> float:
@@ -14,3 +14,8 @@ def learning_rate(settings: LearningSettings, k: int) -> float:
 def kernel(settings: LearningSettings, k: int) -> str:
     """The kernel of round k: `kernel`, or the full one in the first `full_rounds` rounds."""
     return "full" if k <= settings.full_rounds else settings.kernel
+
+
+def local_learning_rate(settings: LocalSettings, k: int) -> float:
+    """Of the gradient steps of round k (from 1): lr in the first round, lr_decay times as much in each next one."""
+    return settings.lr * settings.lr_decay ** (k - 1)

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from spark_node.config import Config
 from spark_node.learning import distillation, momentum, schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
+from spark_node.learning.averaging import average
 from spark_node.learning.evolution import LOSSES, KernelOperator, Trajectory, choose_by_loss, evolve
 from spark_node.learning.jacobian import Form, jacobian
 from spark_node.learning.kernel import KERNELS
@@ -41,6 +42,8 @@ class Spark:
         self.w = flatten(module).to(inputs)
         self.v = torch.zeros_like(self.w)
         self.delta = torch.zeros_like(self.w)
+        self.consensus: Tensor | None = None
+        """The averaged weights of the last round, which quasi-global momentum follows."""
         self.projection = projection or Projection(self.layout, ProjectionSpec(), config.run.seed)
         self._form = form or config.learning.jacobian
         self._stopwatch = stopwatch
@@ -89,10 +92,12 @@ class Spark:
     def _average(self, arrived: Mapping[str, Weights]) -> None:
         """w_i <- Avg of w_j over the neighbours and oneself, added in the order of the peers' names."""
         everyone = {**arrived, self.peer: Weights(self.w, self.v)}
-        ordered = [everyone[peer] for peer in sorted(everyone)]
-        self.w = torch.stack([m.w for m in ordered]).mean(0)
+        self.w = average({peer: m.w for peer, m in everyone.items()})
         if self.config.momentum.average_velocity:
-            self.v = torch.stack([m.v for m in ordered if m.v is not None]).mean(0)
+            self.v = average({peer: m.v for peer, m in everyone.items() if m.v is not None})
+        if self.config.momentum.kind == "quasi-global":
+            self.v = momentum.follow(self.config.momentum.mu, self.v, self.consensus, self.w)
+            self.consensus = self.w
 
     def _sample(self, k: int) -> tuple[Tensor, Tensor]:
         """This round's 1/m of the peer's samples."""

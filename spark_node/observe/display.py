@@ -115,7 +115,7 @@ class PlainDisplay(QuietDisplay):
         finished = Round.of(record)
         self._wrapped(
             f"round {counter}  accuracy {wording.percent(finished.aggregated_accuracy):>6}"
-            f"  clients {wording.percent(finished.client_accuracy_mean):>6}  loss {finished.loss:.4f}"
+            f"  clients {wording.percent(finished.client_accuracy_mean):>6}  loss {wording.decimal(finished.loss)}"
             f"  {wording.size(finished.bytes_total):>7}  {wording.duration(finished.wall)}"
         )
         if not self._reached and finished.aggregated_accuracy >= self._config.run.target_accuracy:
@@ -183,7 +183,7 @@ class LiveDisplay:
         self._rounds.append(finished)
         if self._reached is None and finished.aggregated_accuracy >= self._config.run.target_accuracy:
             self._reached = finished
-        self._now = (record.round + 1, 0, len(record.client_accuracy))
+        self._now = (record.round + 1, 0, self._now[2])
         self._round_began = self._clock()
 
     def note(self, text: str) -> None:
@@ -258,7 +258,7 @@ class LiveDisplay:
                 "Accuracy": accuracy,
                 "Change": _change(now, before),
                 "Clients": wording.percent(now.client_accuracy_mean),
-                "Loss": f"{now.loss:.4f}",
+                "Loss": wording.decimal(now.loss),
                 "Sent": wording.size(now.bytes_total),
                 "Time": wording.duration(now.wall),
             }

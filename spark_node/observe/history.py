@@ -40,12 +40,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
+        if not values:
+            return cls(*[math.nan] * 5)
         return cls(*(float(v) for v in np.quantile(np.asarray(values, dtype=float), (0, 0.25, 0.5, 0.75, 1))))
 
 
 @dataclass(frozen=True)
 class Round:
-    """One finished round: a row of rounds.jsonl."""
+    """One finished round: a row of rounds.jsonl. A number that the round does not have is NaN, in the row null."""
 
     round: int
     aggregated_accuracy: float
@@ -66,17 +68,17 @@ class Round:
         return cls(
             round=record.round,
             aggregated_accuracy=float(record.aggregated_accuracy),
-            client_accuracy_mean=float(record.client_accuracy_mean),
+            client_accuracy_mean=_number(record.client_accuracy_mean),
             client_accuracy=Spread.of(record.client_accuracy),
             bytes_sent={kind: int(count) for kind, count in record.bytes_sent.items()},
             seconds={stage: float(seconds) for stage, seconds in record.seconds.items()},
             neighbours_expected=record.neighbours_expected,
             neighbours_used=record.neighbours_used,
-            loss=float(record.loss),
-            t_star_mean=float(record.t_star_mean),
-            eta=float(record.eta),
-            alpha=float(record.alpha),
-            tau=float(record.tau),
+            loss=_number(record.loss),
+            t_star_mean=_number(record.t_star_mean),
+            eta=_number(record.eta),
+            alpha=_number(record.alpha),
+            tau=_number(record.tau),
         )
 
     @classmethod

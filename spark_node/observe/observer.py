@@ -16,7 +16,7 @@ from spark_node.config import Config
 from spark_node.generated.spark.v1 import orchestrator_pb2, orchestrator_pb2_grpc, peer_pb2, peer_pb2_grpc
 from spark_node.learning.messages import Weights
 from spark_node.observe.accuracy import accuracy, mean_weights
-from spark_node.observe.records import RoundRecord, Watcher
+from spark_node.observe.records import RoundRecord, Watcher, from_facts
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import PackageError
 from spark_node.package.format import Terms
@@ -184,19 +184,21 @@ class Observer:
         start = time.perf_counter()
         models = {name: done.models[name] for name in sorted(done.models)}
         held = {name: w for name, w in models.items() if w is not None}
-        aggregated, clients = await asyncio.get_running_loop().run_in_executor(self._pool, self._score, held)
+        with_clients = self._config.run.evaluates_clients(k)
+        scoring = asyncio.get_running_loop().run_in_executor(self._pool, self._score, held, with_clients)
+        aggregated, clients = await scoring
         evaluation = time.perf_counter() - start
         seconds = {"round": finished - began, "training": finished - began, "evaluation": evaluation}
         self._watcher.round_done(self._summed(k, done.reports, aggregated, clients, seconds))
         return finished
 
-    def _score(self, models: Mapping[str, Tensor]) -> tuple[float, list[float]]:
+    def _score(self, models: Mapping[str, Tensor], with_clients: bool) -> tuple[float, list[float]]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             x, y = self._test
             held = list(models.values())
-            clients = [accuracy(self._module, w, x, y) for w in held]
+            clients = [accuracy(self._module, w, x, y) for w in held] if with_clients else []
             return accuracy(self._module, mean_weights(held), x, y), clients
         finally:
             torch.set_num_threads(threads)
@@ -216,11 +218,6 @@ class Observer:
                 sent[KINDS.get(edge.kind, "control")] += edge.sent
             for stage, value in report.stage_seconds.items():
                 stages[stage] += value
-        facts = [report.facts for report in reports.values()]
-
-        def mean(name: str) -> float:
-            return sum(f[name] for f in facts if name in f) / max(1, sum(name in f for f in facts))
-
         return RoundRecord(
             round=k,
             aggregated_accuracy=aggregated,
@@ -229,12 +226,8 @@ class Observer:
             seconds={**seconds, **stages},
             neighbours_expected=sum(report.expected for report in reports.values()),
             neighbours_used=sum(report.used for report in reports.values()),
-            loss=mean("loss"),
-            t_star_mean=mean("t_star"),
-            eta=mean("eta"),
-            alpha=mean("alpha"),
-            tau=mean("tau"),
             memory=self._memory(),
+            **from_facts([report.facts for report in reports.values()]),
         )
 
     def _control_since(self) -> int:

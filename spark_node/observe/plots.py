@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from spark_node.observe import wording
-from spark_node.observe.history import Run
+from spark_node.observe.history import Round, Run
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 INK, FAINT, GRID, SURFACE = "#24292f", "#6e7781", "#d8dee4", "#ffffff"
@@ -61,21 +61,23 @@ def accuracy(runs: Named) -> Figure:
         style = {**_line(index, len(rounds)), "zorder": 3}
         axes.plot(rounds, [r.aggregated_accuracy for r in run.rounds], label=label, **style)
         if len(runs) == 1:
-            low = [r.client_accuracy.q1 for r in run.rounds]
-            high = [r.client_accuracy.q3 for r in run.rounds]
-            axes.fill_between(rounds, low, high, color=PALETTE[1], alpha=0.18, linewidth=0, label="clients, quartiles")
-            axes.plot(
-                rounds,
-                [r.client_accuracy_mean for r in run.rounds],
-                label="clients, mean",
-                **_line(1, len(rounds)),
-            )
+            _draw_clients(axes, [r for r in run.rounds if not math.isnan(r.client_accuracy_mean)])
     _mark_targets(axes, [(run, run.reached.round if run.reached else None) for _, run in runs])
     axes.xaxis.set_major_locator(_whole_numbers())
     last = max(run.rounds[-1].round for _, run in runs)
     axes.set_xlim(0.5, last + 0.5)
     axes.set_xlabel("communication round")
     return _finish_accuracy(figure, axes, "Accuracy over rounds")
+
+
+def _draw_clients(axes: Axes, rounds: Sequence[Round]) -> None:
+    """Mean and quartiles of the clients, over the rounds in which they were evaluated."""
+    if not rounds:
+        return
+    numbers = [r.round for r in rounds]
+    low, high = [r.client_accuracy.q1 for r in rounds], [r.client_accuracy.q3 for r in rounds]
+    axes.fill_between(numbers, low, high, color=PALETTE[1], alpha=0.18, linewidth=0, label="clients, quartiles")
+    axes.plot(numbers, [r.client_accuracy_mean for r in rounds], label="clients, mean", **_line(1, len(rounds)))
 
 
 def accuracy_vs_bytes(runs: Named) -> Figure:

@@ -11,7 +11,7 @@ import spark_node
 from spark_node import config as configuration
 from spark_node.config import Config
 from spark_node.observe import page, plots, wording
-from spark_node.observe.history import Run
+from spark_node.observe.history import Round, Run
 from spark_node.observe.page import Bold
 from spark_node.observe.run_folder import CONFIG, PLOTS, REPORT, write_atomically
 
@@ -170,39 +170,32 @@ def _cards(run: Run) -> list[tuple[str, str]]:
 
 
 def _rounds_table(run: Run) -> str:
-    header = [
-        "Round",
-        "Aggregated",
-        "Clients",
-        "min",
-        "median",
-        "max",
-        "Loss",
-        "t*",
-        "Sent",
-        "Seconds",
-        "Neighbours",
-    ]
-    rows: list[list[object]] = []
-    for r in run.rounds:
-        clients = r.client_accuracy
-        accuracy = wording.percent(r.aggregated_accuracy)
-        rows.append(
-            [
-                f"{r.round} ★" if r is run.reached else r.round,
-                Bold(accuracy) if r is run.best else accuracy,
-                *(wording.percent(v) for v in (r.client_accuracy_mean, clients.min, clients.median, clients.max)),
-                _decimal(r.loss),
-                _decimal(r.t_star_mean, ".0f"),
-                wording.size(r.bytes_total),
-                f"{r.wall:.2f}",
-                f"{r.neighbours_used} of {r.neighbours_expected}",
-            ]
-        )
-    if not rows:
+    if not run.rounds:
         return "<p>No round was finished.</p>"
+    header = ["Round", "Aggregated", "Clients", "min", "median", "max", "Loss", "t*", "Sent", "Seconds", "Neighbours"]
+    if all(math.isnan(r.t_star_mean) for r in run.rounds):
+        header.remove("t*")
+    rows = [[cells[name] for name in header] for cells in (_round_cells(run, r) for r in run.rounds)]
     note = f'<p class="eyebrow">★ first round at or above {wording.target(run.target)}. Bold: the best.</p>'
     return page.table(header, rows, numbers=range(len(header))) + note
+
+
+def _round_cells(run: Run, r: Round) -> dict[str, object]:
+    """One row of the table of rounds, by column."""
+    accuracy, clients = wording.percent(r.aggregated_accuracy), r.client_accuracy
+    return {
+        "Round": f"{r.round} ★" if r is run.reached else r.round,
+        "Aggregated": Bold(accuracy) if r is run.best else accuracy,
+        "Clients": wording.percent(r.client_accuracy_mean),
+        "min": wording.percent(clients.min),
+        "median": wording.percent(clients.median),
+        "max": wording.percent(clients.max),
+        "Loss": wording.decimal(r.loss),
+        "t*": wording.decimal(r.t_star_mean, ".0f"),
+        "Sent": wording.size(r.bytes_total),
+        "Seconds": f"{r.wall:.2f}",
+        "Neighbours": f"{r.neighbours_used} of {r.neighbours_expected}",
+    }
 
 
 def _bytes_table(run: Run) -> str:
@@ -330,7 +323,3 @@ def _value(value: Any) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else ""
-
-
-def _decimal(value: float, form: str = ".4f") -> str:
-    return "n/a" if math.isnan(value) else f"{value:{form}}"

@@ -5,12 +5,24 @@ import math
 from spark_node.config import Config
 from spark_node.observe.history import Run
 
-NAMES = {"spark": "SPARK", "ntk-dfl": "NTK-DFL"}
+NAMES = {
+    "spark": "SPARK",
+    "ntk-dfl": "NTK-DFL",
+    "dpsgd": "D-PSGD",
+    "dfedavg": "DFedAvg",
+    "dfedavgm": "DFedAvgM",
+    "dfedsam": "DFedSAM",
+}
 
 
 def percent(fraction: float, digits: int = 2) -> str:
     """0.8125 -> 81.25%."""
     return "n/a" if math.isnan(fraction) else f"{100 * fraction:.{digits}f}%"
+
+
+def decimal(value: float, form: str = ".4f") -> str:
+    """A plain number, or n/a where there is none."""
+    return "n/a" if math.isnan(value) else f"{value:{form}}"
 
 
 def target(fraction: float) -> str:

@@ -32,6 +32,24 @@ def test_lossy_packages_give_the_same_weights_over_grpc_and_in_memory(tmp_path: 
 
 
 @isolated
+def test_a_baseline_gives_the_same_weights_over_grpc_and_in_memory(tmp_path: Path) -> None:
+    config = small(run__algorithm="dfedavgm", run__clients_every=2, local__epochs=3, local__batch_size=16)
+    expected = in_memory(config)
+    network = Network(config, tmp_path)
+    found = network.train()
+    assert sorted(found) == sorted(expected)
+    for peer, w in expected.items():
+        assert torch.equal(found[peer], w), f"{peer} differs\n{logs(tmp_path)}"
+    records = network.log.records
+    assert [record.neighbours_used for record in records] == [18] * 3
+    assert [len(record.client_accuracy) for record in records] == [0, 6, 6]
+    assert [(record.bytes_sent["package"], record.t_star_mean, record.eta) for record in records] == [
+        (0, None, 0.01)
+    ] * 3
+    assert all(record.loss is not None and record.bytes_sent["weights"] > 0 for record in records)
+
+
+@isolated
 def test_bytes_are_counted_by_kind_and_edge(tmp_path: Path) -> None:
     network = Network(small(), tmp_path)
     network.train()

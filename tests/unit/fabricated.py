@@ -1,8 +1,9 @@
 """Runs that never happened, for tests of what is shown and written."""
 
+import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,22 @@ def records(rounds: int = 5, seed: int = 0, **changes: Any) -> Iterator[RoundRec
         yield record(r, 0.9 - 0.5 * math.exp(-0.6 * r) + dice.gauss(0, 0.002), **changes)
 
 
+def bare_records(rounds: int = 5, clients_every: int = 2) -> Iterator[RoundRecord]:
+    """Of an algorithm that tells nothing of itself, with clients evaluated in some rounds only."""
+    untold: dict[str, Any] = dict.fromkeys(("loss", "t_star_mean", "eta", "alpha", "tau"))
+    for finished in records(rounds, **untold):
+        known = finished.round % clients_every == 0 or finished.round == rounds
+        yield finished if known else dataclasses.replace(finished, client_accuracy=())
+
+
 def write_run(
     path: Path,
     config: Config | None = None,
     accuracies: tuple[float, ...] | None = None,
     status: str = "complete",
+    told: Iterable[RoundRecord] | None = None,
 ) -> Run:
-    """A run folder as the real writer writes it, without a report."""
+    """A run folder as the real writer writes it, without a report; of the records told, or of accuracies."""
     folder = RunFolder(
         path,
         config or settings(),
@@ -68,6 +78,6 @@ def write_run(
     )
     folder.started(INFO)
     rounds = records() if accuracies is None else (record(r, a) for r, a in enumerate(accuracies, start=1))
-    for finished in rounds:
+    for finished in rounds if told is None else told:
         folder.round_done(finished)
     return folder.finish(status)

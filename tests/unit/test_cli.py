@@ -292,6 +292,8 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["run", "--settings"]) == 0
     text = capsys.readouterr().out
     assert all(setting.key in text for setting in configuration.settings())
+    assert "as [section] key = VALUE" in text
+    assert "dfedavg: local.epochs = 20, local.batch_size = 25, local.lr = 0.1" in text
     assert "\x1b" not in text
     assert main(["run", "--settings", "--json"]) == 0
     assert [row["key"] for row in json.loads(capsys.readouterr().out)] == [s.key for s in configuration.settings()]

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,18 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from spark_node.config import Config, Setting, load, parse_assignment, presets, settings, to_dict, to_toml
+from spark_node.config import (
+    PUBLISHED,
+    Config,
+    LocalSettings,
+    Setting,
+    load,
+    parse_assignment,
+    presets,
+    settings,
+    to_dict,
+    to_toml,
+)
 from spark_node.errors import ConfigError
 
 LAYERS = ("file", "environment", "flags")
@@ -163,6 +175,69 @@ def test_the_process_environment_is_read_where_none_is_given(monkeypatch: pytest
 @pytest.mark.parametrize("preset", presets())
 def test_every_preset_loads(preset: str) -> None:
     assert load(preset=preset, environment={}) != Config()
+
+
+# An algorithm's published settings
+
+LOCAL = {
+    "dpsgd": {"epochs": 1, "batch_size": 10, "lr": 0.1},
+    "dfedavg": {"epochs": 20, "batch_size": 25, "lr": 0.1},
+    "dfedavgm": {"epochs": 20, "batch_size": 50, "lr": 0.01, "momentum": 0.9},
+    "dfedsam": {
+        "epochs": 5,
+        "batch_size": 32,
+        "lr": 0.01,
+        "lr_decay": 0.95,
+        "momentum": 0.99,
+        "weight_decay": 5e-4,
+        "sam_rho": 0.01,
+        "sam_adaptive": True,
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", LOCAL)
+def test_an_algorithm_brings_its_published_settings(algorithm: str, folder: Path) -> None:
+    expected = replace(LocalSettings(), **LOCAL[algorithm])
+    for layer in LAYERS:
+        assert load_through(layer, "run.algorithm", algorithm, folder).local == expected
+    assert load(preset=algorithm, environment={}).local == expected
+    assert load(preset="paper", environment={}, flags={"run.algorithm": algorithm}).local == expected
+    assert Config().replace(run__algorithm=algorithm).local == expected
+
+
+def test_any_layer_is_stronger_than_the_published_settings(folder: Path) -> None:
+    file = folder / "spark.toml"
+    file.write_text("[local]\nepochs = 7\nlr = 0.3\n")
+    loaded = load("dfedavg", file, {"SPARK_LOCAL__LR": "0.4"}, {"local.momentum": 0.5})
+    assert loaded.local == LocalSettings(epochs=7, batch_size=25, lr=0.4, momentum=0.5)
+    assert Config().replace(run__algorithm="dfedavg", local__epochs=3).local.epochs == 3
+
+
+def test_another_algorithm_than_the_presets_own_brings_its_own_settings() -> None:
+    loaded = load("dfedavg", environment={}, flags={"run.algorithm": "dfedsam"})
+    assert (loaded.local.lr_decay, loaded.local.batch_size) == (0.95, 32)
+
+
+def test_what_is_written_of_a_baseline_holds_even_if_its_published_settings_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load("dfedsam", environment={})
+    monkeypatch.setitem(PUBLISHED, "dfedsam", {"local.epochs": 99})
+    assert written_and_read(loaded, folder) == loaded
+
+
+@pytest.mark.parametrize("preset", ["dpsgd", "dfedavg", "dfedavgm", "dfedsam", "ntk-dfl"])
+def test_the_presets_of_other_algorithms_have_the_papers_network(preset: str) -> None:
+    paper, loaded = load(preset="paper", environment={}), load(preset=preset, environment={})
+    assert loaded.run.algorithm == preset
+    assert (loaded.run.nodes, loaded.data, loaded.model) == (paper.run.nodes, paper.data, paper.model)
+    assert (loaded.topology, loaded.run.target_accuracy) == (paper.topology, paper.run.target_accuracy)
+
+
+@pytest.mark.parametrize(("k", "evaluated"), [(1, False), (3, True), (6, True), (7, False), (8, True)])
+def test_clients_are_evaluated_every_nth_round_and_in_the_last(k: int, evaluated: bool) -> None:
+    assert Config().replace(run__rounds=8, run__clients_every=3).run.evaluates_clients(k) is evaluated
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:

@@ -14,7 +14,7 @@ from spark_node.config import Config
 from spark_node.observe import display, wording
 from spark_node.observe.curve import Curve
 from spark_node.observe.records import RunInfo
-from tests.unit.fabricated import INFO, PEERS, record, records, settings, write_run
+from tests.unit.fabricated import INFO, PEERS, bare_records, record, records, settings, write_run
 
 
 class Terminal(io.StringIO):
@@ -67,6 +67,21 @@ def test_a_log_stays_within_eighty_columns_however_large_the_run(tmp_path: Path)
 def test_the_log_of_a_diverged_run_has_no_surprises(tmp_path: Path) -> None:
     lines = plain_log(settings(), INFO, tmp_path, aggregated_accuracy=math.nan, loss=math.nan)
     assert any("accuracy    n/a" in line for line in lines)
+
+
+def test_what_a_round_does_not_have_is_shown_as_such(tmp_path: Path) -> None:
+    stream, shown = io.StringIO(), live(settings())
+    plain = display.PlainDisplay(settings(), stream)
+    shown.started(INFO)
+    for finished in bare_records():
+        shown.progress(finished.round, PEERS, PEERS)
+        shown.round_done(finished)
+        plain.round_done(finished)
+        if finished.round < 5:
+            assert f"0/{PEERS}" in text_of(shown)
+    assert [line.count("n/a") for line in stream.getvalue().splitlines() if line.startswith("round")] == [2, 1, 2, 1, 1]
+    assert text_of(shown).count("n/a") == 7
+    assert "nan" not in (stream.getvalue() + text_of(shown)).lower()
 
 
 def test_a_pipe_a_dumb_terminal_and_a_pipe_with_forced_colour_get_the_plain_log(

@@ -7,7 +7,7 @@ import torch
 
 from spark_node.config import DistillationSettings, LearningSettings
 from spark_node.learning.distillation import schedule, target
-from spark_node.learning.momentum import step
+from spark_node.learning.momentum import follow, step
 from spark_node.learning.schedules import kernel, learning_rate
 
 SETTINGS = DistillationSettings(r_warm=10, alpha_init=0.9, alpha_final=0.3, tau_init=1.5, tau_final=4.0)
@@ -59,6 +59,30 @@ def test_heavy_ball_and_off() -> None:
     assert (float(w), float(v)) == (5.0, 4.0)
     w, v = step("off", 0.5, torch.ones(1), torch.tensor([2.0]), torch.tensor([3.0]))
     assert (float(w), float(v)) == (4.0, 2.0)
+
+
+def test_quasi_global_momentum_follows_a_hand_written_sequence() -> None:
+    """mu = 0.5, consensus 1, 3, 4, Delta = 1: v = 0, 1, 1; w = 1 + 1, 3 + 0.5 + 1, 4 + 0.5 + 1."""
+    v, before, path = torch.zeros(1), None, []
+    for consensus in (1.0, 3.0, 4.0):
+        now = torch.tensor([consensus])
+        v = follow(0.5, v, before, now)
+        w, same = step("quasi-global", 0.5, now, v, torch.ones(1))
+        assert same is v
+        path.append((float(w), float(v)))
+        before = now
+    assert path == [(2.0, 0.0), (4.5, 1.0), (5.5, 1.0)]
+
+
+def test_quasi_global_momentum_of_a_lone_peer_ends_at_the_steps_of_heavy_ball() -> None:
+    """Delta / (1 - mu) under a constant Delta, as v there; without neighbours the consensus is the peer's own model."""
+    mu, delta = 0.9, torch.ones(1, dtype=torch.float64)
+    w, v, before = torch.zeros_like(delta), torch.zeros_like(delta), None
+    for _ in range(1500):
+        v = follow(mu, v, before, w)
+        before = w
+        w, _ = step("quasi-global", mu, w, v, delta)
+    assert float(w - before) == pytest.approx(1 / (1 - mu))
 
 
 def test_the_learning_rate_decays_and_is_boosted_in_its_rounds() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +134,28 @@ def test_ntk_dfl_is_spark_without_momentum_and_distillation() -> None:
     plain = run(small(momentum__kind="off", distillation__enabled=False))
     assert torch.equal(ntk_dfl.states[-1]["w"], plain.states[-1]["w"])
     assert {record.alpha for record in ntk_dfl.records} == {1.0}
+
+
+def test_quasi_global_momentum_follows_the_averaged_models_over_a_real_graph() -> None:
+    """In plain numpy: c = mean over the neighbourhood, v <- mu v + (1 - mu) (c - c'), w <- c + mu v + Delta w."""
+    recorder = run(small(run__rounds=5, momentum__kind="quasi-global", momentum__mu=0.8))
+    names = [node.peer for node in recorder.run.nodes]
+    states = [{name: part.numpy() for name, part in state.items()} for state in recorder.states]
+    w, v, before = states[0]["w"], np.zeros_like(states[0]["w"]), None
+    for k, state in enumerate(states[1:], start=1):
+        near = [[names.index(n), *map(names.index, recorder.run.membership.neighbours(n, k))] for n in names]
+        consensus = np.stack([w[rows].mean(0) for rows in near])
+        v = v if before is None else 0.8 * v + 0.2 * (consensus - before)
+        w, before = consensus + 0.8 * v + state["delta"], consensus
+        assert np.abs(state["w"] - w).max() < 1e-5
+        assert np.abs(state["v"] - v).max() < 1e-5
+    assert np.abs(v).max() > 0.01
+
+
+def test_quasi_global_momentum_needs_no_extra_bytes() -> None:
+    kinds = ("nesterov", "quasi-global")
+    first, second = (run(small(run__rounds=2, momentum__kind=kind)).records[-1].bytes_sent for kind in kinds)
+    assert first["weights"] == second["weights"]
 
 
 @pytest.mark.parametrize("integrator", ["dopri5", "euler"])

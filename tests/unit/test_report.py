@@ -13,7 +13,7 @@ from spark_node.cli.main import main
 from spark_node.observe import plots, report
 from spark_node.observe.history import Run
 from spark_node.observe.run_folder import load_run
-from tests.unit.fabricated import settings, write_run
+from tests.unit.fabricated import bare_records, settings, write_run
 
 ALL = ["accuracy", "accuracy_vs_bytes", "client_distribution", "partition", "stage_seconds"]
 VOID = {"meta", "img", "br", "link", "use", "path", "rect", "circle", "line"}
@@ -152,6 +152,24 @@ def test_every_run_can_be_drawn(tmp_path: Path, accuracies: tuple[float, ...]) -
     found = plots.figures([("run", run)])
     assert ("accuracy" in found) == bool(accuracies)
     Outline(report.report_of([run]))
+
+
+def test_the_report_of_a_run_shows_only_what_it_has(tmp_path: Path, reported: Run) -> None:
+    run = write_run(tmp_path, settings(run__algorithm="dfedavg"), told=bare_records())
+    text = Outline(report.write_report(run).read_text()).text
+    assert text.startswith("DFedAvg on digits")
+    assert "t* Sent" in Outline((reported.path / "report.html").read_text()).text
+    assert "t*" not in text
+    drawn = plots.accuracy([("run", run)]).axes[0]
+    lines = {str(line.get_label()): list(line.get_xdata()) for line in drawn.lines}
+    assert lines["aggregated model"] == [1, 2, 3, 4, 5]
+    assert lines["clients, mean"] == [2, 4, 5]
+
+
+def test_a_run_whose_clients_were_never_evaluated_can_be_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path, status="interrupted", told=list(bare_records())[:1])
+    report.write_report(run)
+    assert not (tmp_path / "plots" / "client_distribution.svg").exists()
 
 
 def test_a_distribution_of_equal_accuracies_can_be_drawn() -> None:

@@ -14,7 +14,7 @@ from spark_node import config as configuration
 from spark_node.errors import UserError
 from spark_node.observe.history import Round
 from spark_node.observe.run_folder import RunFolder, check_is_free, load_run
-from tests.unit.fabricated import INFO, LABEL_COUNTS, record, settings, write_run
+from tests.unit.fabricated import INFO, LABEL_COUNTS, bare_records, record, settings, write_run
 
 SUMMARY_OF_THE_DESIGN = {
     "algorithm",
@@ -123,6 +123,24 @@ def test_figures_that_are_not_finite_become_null_and_come_back_as_nan(tmp_path: 
     (row,) = load_run(tmp_path / "run").rounds
     assert math.isnan(row.loss)
     assert math.isnan(row.aggregated_accuracy)
+
+
+def test_figures_that_a_round_does_not_have_are_null_and_never_zero(tmp_path: Path) -> None:
+    run = write_run(tmp_path, told=bare_records())
+    rows = rows_of(tmp_path)
+    assert {row[name] for row in rows for name in ("loss", "t_star_mean", "eta", "alpha", "tau")} == {None}
+    assert [row["client_accuracy_mean"] is None for row in rows] == [True, False, True, False, False]
+    assert rows[0]["client_accuracy"] == dict.fromkeys(("min", "q1", "median", "q3", "max"))
+    assert run.summary["final"]["client_accuracy_mean"] is not None
+    assert len(run.summary["per_peer"]["accuracy"]) == INFO.peers
+    again = load_run(tmp_path)
+    assert [r.to_row() for r in again.rounds] == rows
+
+
+def test_a_run_that_ends_between_evaluations_does_not_know_its_clients(tmp_path: Path) -> None:
+    run = write_run(tmp_path, status="interrupted", told=list(bare_records())[:3])
+    assert run.summary["final"]["client_accuracy_mean"] is None
+    assert run.client_accuracy == ()
 
 
 def test_the_name_of_the_host_is_not_written(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Gossip averaging with local stochastic gradient descent: D-PSGD, DFedAvg, DFedAvgM and DFedSAM.
+
+A round: send w, average with who arrived, train locally. The four differ in [local] only: epochs, batches, momentum,
+sharpness. All peers start from one model, so this is "train locally, then average" cut at another point: the model
+after local training is what is evaluated and sent next, as in every other algorithm here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from spark_node.config import Config, LocalSettings
+from spark_node.learning import schedules
+from spark_node.learning.algorithm import Stopwatch, no_stopwatch
+from spark_node.learning.averaging import average
+from spark_node.learning.messages import Message, Weights
+from spark_node.model import ParameterLayout, flatten
+from spark_node.seeds import stream
+
+
+class GossipSgd:
+    """One peer: its samples and its weights. The module stays in evaluation mode, as where SPARK linearises it."""
+
+    def __init__(
+        self,
+        config: Config,
+        peer: str,
+        module: nn.Module,
+        inputs: Tensor,
+        labels: Tensor,
+        stopwatch: Stopwatch = no_stopwatch,
+    ) -> None:
+        self.config, self.peer, self.module = config, peer, module.to(inputs.device)
+        self.inputs, self.labels = inputs, labels
+        self.layout = ParameterLayout.of(module)
+        self.w = flatten(module).to(inputs)
+        self._stopwatch = stopwatch
+        self._facts: dict[str, float] = {}
+
+    @property
+    def stages(self) -> Sequence[str]:
+        return ("weights",)
+
+    @property
+    def weights(self) -> Tensor:
+        return self.w
+
+    @property
+    def package_parameters(self) -> int:
+        return self.layout.size
+
+    def facts(self) -> dict[str, float]:
+        return self._facts
+
+    def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
+        return dict.fromkeys(neighbours, Weights(self.w))
+
+    def incorporate(self, stage: str, k: int, arrived: Mapping[str, Message]) -> None:
+        others = {peer: m.w for peer, m in arrived.items() if isinstance(m, Weights)}
+        self.w = average({**others, self.peer: self.w})  # a new tensor: neighbours may still hold the one that was sent
+        with self._stopwatch("local training"):
+            self._train(k)
+
+    def _train(self, k: int) -> None:
+        """All epochs of round k, in place. Facts: the learning rate, and the mean loss met in the last epoch."""
+        settings, samples = self.config.local, len(self.labels)
+        eta = schedules.local_learning_rate(settings, k)
+        self._facts = {"eta": eta}
+        if not samples:
+            return
+        descent = Descent(self.module, self.w, settings, eta)
+        for batches in self._epochs(k):
+            losses = [descent.step(x, y) for x, y in batches]
+        descent.finish()
+        met = zip(torch.stack(losses).tolist(), batches, strict=True)
+        self._facts["loss"] = sum(loss * len(y) for loss, (_, y) in met) / samples
+
+    def _epochs(self, k: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """The batches of each epoch, in an order of their own; the last batch is smaller where they do not divide."""
+        size, samples = self.config.local.batch_size or len(self.labels), len(self.labels)
+        random = stream(self.config.run.seed, "batches", self.peer, k)
+        for _ in range(self.config.local.epochs):
+            x, y = self.inputs, self.labels
+            if size < samples:
+                order = torch.from_numpy(random.permutation(samples)).to(x.device)
+                x, y = x[order], y[order]  # gathered once an epoch: a batch is a view
+            yield list(zip(x.split(size), y.split(size), strict=True))
+
+
+class Descent:
+    """Gradient steps on w, in place: the module's parameters are views of w, their gradients views of the velocity.
+
+    So the backward pass itself adds the gradient to mu v, and the rest of a step is one or two operations on flat
+    vectors: v <- mu v + g + lambda w, w <- w - eta v. A new Descent begins with v = 0.
+    """
+
+    def __init__(self, module: nn.Module, w: Tensor, settings: LocalSettings, eta: float) -> None:
+        self._module, self._settings, self._eta = module, settings, eta
+        self._parameters = list(module.parameters())
+        self._layout = ParameterLayout.of(module)
+        self.w, self.v = w, torch.zeros_like(w)
+        for parameter, view in zip(self._parameters, self._views(w), strict=True):
+            parameter.requires_grad_(True)
+            parameter.data = view
+        self._velocity = self._views(self.v)
+        if settings.sam_rho:
+            self._gradient = torch.zeros_like(w)
+            self._ascent = self._views(self._gradient)
+        else:
+            self._collect_in(self._velocity)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step on one batch; its loss before the step."""
+        loss = self._gather_sharply(x, y) if self._settings.sam_rho else self._gather(x, y)
+        if self._settings.weight_decay:
+            self.v.add_(self.w, alpha=self._settings.weight_decay)
+        self.w.add_(self.v, alpha=-self._eta)
+        return loss
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _gather(self, x: Tensor, y: Tensor) -> Tensor:
+        """v <- mu v + grad L(w)."""
+        mu = self._settings.momentum
+        self.v.mul_(mu) if mu else self.v.zero_()
+        return self._backward(x, y)
+
+    def _gather_sharply(self, x: Tensor, y: Tensor) -> Tensor:
+        """v <- mu v + grad L(w + eps), with eps from the gradient at w."""
+        self._gradient.zero_()
+        self._collect_in(self._ascent)
+        loss, w = self._backward(x, y), self.w.clone()
+        self.w.add_(perturbation(w, self._gradient, self._settings))
+        self._collect_in(self._velocity)
+        self._gather(x, y)
+        self.w.copy_(w)
+        return loss
+
+    def _backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss; its gradient is added where gradients are collected."""
+        loss = cross_entropy(self._module(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def _collect_in(self, views: Sequence[Tensor]) -> None:
+        """From now on the backward pass adds gradients there."""
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.grad = view
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return list(self._layout.unflatten(flat).values())
+
+
+def perturbation(w: Tensor, gradient: Tensor, settings: LocalSettings) -> Tensor:
+    """SAM's eps = rho g / ||g||; adaptive (ASAM): rho T^2 g / ||T g|| with T = |w| + eta_sam, number by number."""
+    tiny = torch.finfo(w.dtype).tiny
+    if not settings.sam_adaptive:
+        return gradient.mul(settings.sam_rho).div_(gradient.norm() + tiny)
+    scale = w.abs().add_(settings.sam_eta)
+    scaled = scale * gradient
+    return scale.mul_(scaled).mul_(settings.sam_rho).div_(scaled.norm() + tiny)

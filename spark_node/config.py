@@ -247,6 +247,21 @@ class PackageSettings:
 
 
 @dataclass(frozen=True)
+class RobustSettings:
+    """Learning beside peers that lie. Each peer's own choice; the defaults trust everybody, as the paper does."""
+
+    weights: str = _choice(
+        "mean", ("mean", "median", "trimmed-mean", "clipped"), "how neighbours' weights are put together"
+    )
+    trim: float = _number(0.2, 0.0, 0.49, "trimmed-mean: share of the values left out at either end")
+    clip: float = _number(0.5, 0.0, 1.0, "clipped: neighbours count no further away than this quantile of distances")
+    packages: bool = _flag(False, "leave out packages that contradict themselves, pull too hard or fit nothing known")
+    agreement: float = _number(0.1, 0.0, 10.0, "most by which logits may differ from what the last layer says")
+    influence: float = _number(4.0, 1.0, 1e6, "most pull of a package on the weights, in medians of the neighbourhood")
+    loss_spread: float = _number(6.0, 0.0, 1e6, "most loss of a package: median + so many MADs (or + log of classes)")
+
+
+@dataclass(frozen=True)
 class NetworkSettings:
     """Peers as processes: where they listen, how long they wait."""
 
@@ -283,6 +298,7 @@ class Config:
     distillation: DistillationSettings = DistillationSettings()
     local: LocalSettings = LocalSettings()
     package: PackageSettings = PackageSettings()
+    robust: RobustSettings = RobustSettings()
     network: NetworkSettings = NetworkSettings()
 
     def replace(self, **settings: Any) -> "Config":

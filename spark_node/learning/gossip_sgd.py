@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from spark_node.config import Config, LocalSettings
 from spark_node.learning import schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
-from spark_node.learning.averaging import average
 from spark_node.learning.messages import Message, Weights
+from spark_node.learning.robust import average
 from spark_node.model import ParameterLayout, flatten
 from spark_node.seeds import stream
 
@@ -59,7 +59,8 @@ class GossipSgd:
 
     def incorporate(self, stage: str, k: int, arrived: Mapping[str, Message]) -> None:
         others = {peer: m.w for peer, m in arrived.items() if isinstance(m, Weights)}
-        self.w = average({**others, self.peer: self.w})  # a new tensor: neighbours may still hold the one that was sent
+        # A new tensor: neighbours may still hold the one that was sent.
+        self.w = average({**others, self.peer: self.w}, self.peer, self.config.robust)
         with self._stopwatch("local training"):
             self._train(k)
 

@@ -1,6 +1,7 @@
 """SPARK (Algorithm 1). NTK-DFL is SPARK without momentum and distillation."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,11 +12,11 @@ from torch.func import functional_call
 from spark_node.config import Config
 from spark_node.learning import distillation, momentum, schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
-from spark_node.learning.averaging import average
 from spark_node.learning.evolution import LOSSES, KernelOperator, Trajectory, choose_by_loss, evolve
 from spark_node.learning.jacobian import Form, jacobian
 from spark_node.learning.kernel import KERNELS
 from spark_node.learning.messages import Message, Package, Weights
+from spark_node.learning.robust import average, screen
 from spark_node.model import ParameterLayout, flatten
 from spark_node.package.projection import Projection, ProjectionSpec
 from spark_node.seeds import stream
@@ -92,9 +93,10 @@ class Spark:
     def _average(self, arrived: Mapping[str, Weights]) -> None:
         """w_i <- Avg of w_j over the neighbours and oneself, added in the order of the peers' names."""
         everyone = {**arrived, self.peer: Weights(self.w, self.v)}
-        self.w = average({peer: m.w for peer, m in everyone.items()})
+        self.w = average({peer: m.w for peer, m in everyone.items()}, self.peer, self.config.robust)
         if self.config.momentum.average_velocity:
-            self.v = average({peer: m.v for peer, m in everyone.items() if m.v is not None})
+            velocities = {peer: m.v for peer, m in everyone.items() if m.v is not None}
+            self.v = average(velocities, self.peer, self.config.robust)
         if self.config.momentum.kind == "quasi-global":
             self.v = momentum.follow(self.config.momentum.mu, self.v, self.consensus, self.w)
             self.consensus = self.w
@@ -133,7 +135,8 @@ class Spark:
     def _update(self, k: int, arrived: Mapping[str, Package]) -> None:
         """Kernel, target, evolution, weight update, momentum."""
         everyone = {**arrived, self.peer: self._own or self._linearise(self.w, k)}
-        packages = {peer: everyone[peer] for peer in sorted(everyone)}
+        refused = self._screen(everyone)
+        packages = {peer: everyone[peer] for peer in sorted(everyone) if peer not in refused}
         settings = self.config.learning
         eta = schedules.learning_rate(settings, k)
         alpha, tau = distillation.schedule(self.config.distillation, k, self.config.run.rounds)
@@ -162,7 +165,15 @@ class Spark:
             "alpha": alpha,
             "tau": tau,
             "kernel_products": float(trajectory.evaluations),
+            **{f"left_out_{reason}": float(count) for reason, count in Counter(refused.values()).items()},
         }
+
+    def _screen(self, packages: Mapping[str, Package]) -> dict[str, str]:
+        """Neighbours whose packages are left out, and why."""
+        if not self.config.robust.packages:
+            return {}
+        with self._stopwatch("screening"):
+            return screen(packages, self.peer, self.config.robust, self.config.learning.loss)
 
     def _select(
         self,

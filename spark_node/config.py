@@ -216,6 +216,16 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True)
+class CheckpointSettings:
+    """What a peer keeps on disk, to go on from after a crash."""
+
+    enabled: bool = _flag(True, "write checkpoints")
+    every: int = _number(1, 1, 1_000_000, "rounds from one checkpoint to the next")
+    keep: int = _number(8, 1, 1000, "checkpoints that a peer keeps; all peers must have one of the same round")
+    oldest: int = _number(20, 0, 1_000_000, "rounds that a returning peer may be behind and still use its own weights")
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
 
@@ -228,6 +238,7 @@ class Config:
     distillation: DistillationSettings = DistillationSettings()
     package: PackageSettings = PackageSettings()
     network: NetworkSettings = NetworkSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
 
     def replace(self, **settings: Any) -> "Config":
         """A copy with settings given as section__key=value, checked like any other layer."""

@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import signal
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -24,7 +22,7 @@ from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.slots import Slots
-from spark_node.learning.algorithms import make_algorithm, make_terms
+from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.messages import Weights
 from spark_node.memory import give_back, memory_of
 from spark_node.metrics import PeerMetrics, serve
@@ -56,17 +54,6 @@ class PeerJob:
     """Test samples, where the peer has any."""
     linger: float | None = None
     """Seconds to go on answering after the last round; None: until SIGTERM."""
-
-
-def signature(config: Config, module: nn.Module) -> str:
-    """Of the model and of every setting that all peers of a run must share."""
-    shared = {name: asdict(getattr(config, name)) for name in ("model", "learning", "momentum", "distillation")}
-    wire = asdict(config.package)
-    for local in ("level", "chunk_bytes", "max_message_bytes", "max_decoded_bytes", "factor_cache_bytes", "in_memory"):
-        del wire[local]
-    said = {**shared, "package": wire, "algorithm": config.run.algorithm, "rounds": config.run.rounds}
-    text = ParameterLayout.of(module).signature + json.dumps(said, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Progress:

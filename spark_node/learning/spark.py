@@ -66,6 +66,19 @@ class Spark:
     def facts(self) -> dict[str, float]:
         return self._facts
 
+    def state(self) -> dict[str, Tensor]:
+        return {"w": self.w, "v": self.v}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        fresh = {"w": self.w, "v": torch.zeros_like(self.w)}
+        if "w" not in state or not state.keys() <= fresh.keys():
+            raise ValueError(f"a state of {', '.join(state) or 'nothing'}; expected: {', '.join(fresh)}")
+        found = {name: state.get(name, anew).to(self.w) for name, anew in fresh.items()}
+        if any(t.shape != self.w.shape or not bool(torch.isfinite(t).all()) for t in found.values()):
+            raise ValueError("weights or velocity of another shape, or not finite")
+        self.w, self.v = found["w"], found["v"]
+        self._requests, self._own = {}, None
+
     def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
         if stage == "weights":
             shared = Weights(self.w, self.v if self.config.momentum.average_velocity else None)

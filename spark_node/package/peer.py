@@ -8,7 +8,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -98,6 +98,16 @@ class PeerCodec:
         """The kind of a message that may be kept for decoding later, or PackageError: header and named factors."""
         with self._lock:
             return inspect(data, self.terms, k=k, sender=sender, held=self._held.get)
+
+    def state(self) -> dict[str, Tensor]:
+        """What later messages depend on. The caches only save bytes: whoever starts anew sends and gets all again."""
+        with self._lock:
+            return dict(self.feedback)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state; an empty one owes nothing."""
+        with self._lock:
+            self.feedback = {name: tensor.to(self._device) for name, tensor in state.items()}
 
     def _encode_once(self, message: Message, k: int) -> CodedMessage:
         kind = "request" if isinstance(message, Weights) and message.request else message.kind

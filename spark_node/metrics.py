@@ -1,7 +1,7 @@
 """Every Prometheus series of a peer, in one place."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -43,6 +43,8 @@ class PeerMetrics(Collector):
         self.expected = self.used = 0
         self.facts: Mapping[str, float] = {}
         self.accuracy: float | None = None
+        self.checkpoints: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """The round of the newest checkpoint, and how many could not be written."""
         self.stages: dict[str, Histogram] = {}
         self.rounds = Histogram()
 
@@ -66,6 +68,9 @@ class PeerMetrics(Collector):
             self._counter("spark_neighbours_expected", "Neighbours due in all rounds so far", self.expected),
             self._counter("spark_neighbours_used", "Neighbours whose messages of a whole round were used", self.used),
         ]
+        saved, failures = self.checkpoints()
+        found.append(self._gauge("spark_checkpoint_round", "The round of the newest checkpoint; 0: none", saved))
+        found.append(self._counter("spark_checkpoint_failures", "Checkpoints that could not be written", failures))
         found += self._bytes(traffic)
         found.append(self._reasons("spark_refused", "Messages of neighbours that were not taken", traffic.refused))
         found.append(self._reasons("spark_rejected", "Messages that neighbours did not take", traffic.rejected))

@@ -17,6 +17,7 @@ from spark_node.membership import Roster
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
 from spark_node.package.peer import PeerCodec
+from spark_node.package.reader import decode
 from spark_node.transport.deadline import Deadlines
 from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _SECOND_LOOK = 0.5
 """Seconds between the two looks that find a connection broken."""
-_STREAM, _WHOLE = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole"
+_STREAM, _WHOLE, _MODEL = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole", "/spark.v1.Peer/Model"
 AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY)
 """Answers after which the same message is sent again a little later."""
 _WILL_NOT_COME = (pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN)
@@ -92,6 +93,7 @@ class GrpcTransport:
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._receiving = 0
+        self._standing: dict[str, int] = {}
         self.on_newer_members: Callable[[], None] = lambda: None
 
     # What a round calls.
@@ -151,6 +153,31 @@ class GrpcTransport:
                 self.traffic.refused[error.refusal.value] += 1
         return messages
 
+    def network_round(self, k: int) -> int:
+        """The round that at least half of round k's neighbours have reached, as far as they have said; at least k.
+
+        A few that claim to be far ahead cannot move it.
+        """
+        reached = sorted(self._standing.get(peer, 0) for peer in self.roster.neighbours(self.peer, k))
+        return max(k, reached[(len(reached) - 1) // 2]) if reached else k
+
+    async def newest_model(self, peer: str) -> Weights | None:
+        """A member's newest model, for a peer that comes late or was cut off; None where it has none."""
+        call = self._channel(peer).unary_stream(
+            _MODEL,
+            request_serializer=pb.ModelRequest.SerializeToString,
+            response_deserializer=pb.ModelReply.FromString,
+        )
+        whole = Assembly(self._package.max_message_bytes)
+        async for reply in call(pb.ModelRequest(run=self.codec.terms.run, member=self.peer)):
+            if not reply.found:
+                return None
+            whole.add(reply.chunk)
+        data = whole.finish()
+        self.traffic.received[(peer, "weights")] += len(data)
+        found: Message = await self._compute(lambda: decode(data, self.codec.terms, sender=peer).message)
+        return found if isinstance(found, Weights) else None
+
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close(None)
@@ -204,6 +231,7 @@ class GrpcTransport:
                 receipt = await call(parts())
         finally:
             self.traffic.sent[(peer, kind)] += count
+        self._standing[peer] = receipt.round
         self.traffic.raw[(peer, kind)] += message.nbytes
         self.traffic.messages[(peer, kind)] += 1
         return receipt

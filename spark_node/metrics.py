@@ -74,6 +74,12 @@ class PeerMetrics(Collector):
         found += self._bytes(traffic)
         found.append(self._reasons("spark_refused", "Messages of neighbours that were not taken", traffic.refused))
         found.append(self._reasons("spark_rejected", "Messages that neighbours did not take", traffic.rejected))
+        suspected = CounterMetricFamily(
+            "spark_suspected", "Waits for a neighbour that were shortened", labels=[*self._labels, "neighbour"]
+        )
+        for neighbour, value in list(traffic.suspected.items()):
+            suspected.add_metric([*self._labels.values(), neighbour], value)
+        found.append(suspected)
         found += [self._gauge(f"spark_{name}", f"{name} of the last round", v) for name, v in self.facts.items()]
         if self.accuracy is not None:
             found.append(self._gauge("spark_own_accuracy", "Accuracy of the peer's own model", self.accuracy))

@@ -305,7 +305,7 @@ class PeerProcess:
             start = time.perf_counter()
             result = await node.round(k)
             seconds = time.perf_counter() - start
-            transport.deadlines.round_took(seconds)
+            transport.round_took(seconds)
             w = node.algorithm.weights
             await recovery.save(k, last=k == last)
             await self._measure(w)

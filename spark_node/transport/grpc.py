@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
 from spark_node.package.peer import PeerCodec
 from spark_node.package.reader import decode
-from spark_node.transport.deadline import Deadlines
+from spark_node.transport.deadline import Deadlines, Suspicion
 from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
 
@@ -65,6 +66,8 @@ class Traffic:
     """Messages that this peer did not take."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Messages of this peer that a neighbour did not take."""
+    suspected: Counter[str] = field(default_factory=Counter)
+    """Waits for a neighbour that were shortened because it had failed before."""
 
 
 def kind_of(message: Message) -> str:
@@ -89,10 +92,11 @@ class GrpcTransport:
         self._compute = compute
         self.mailbox = Mailbox(network.ahead)
         self.deadlines = Deadlines(network.deadline_floor, network.deadline_ceiling, network.deadline_spread)
+        self.suspicion = Suspicion(network.suspicion_floor)
         self._channels: dict[str, aio.Channel] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
-        self._receiving = 0
+        self._receiving, self._wasted = 0, 0.0
         self._standing: dict[str, int] = {}
         self.on_newer_members: Callable[[], None] = lambda: None
 
@@ -108,7 +112,7 @@ class GrpcTransport:
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
-        limit = self.deadlines.of(stage)
+        limit = self.suspicion.granted(peer, self.deadlines.of(stage))
         try:
             async with asyncio.timeout(limit):
                 reason = await self._deliver(peer, stage, k, message)
@@ -129,21 +133,31 @@ class GrpcTransport:
 
     async def gather(self, stage: str, k: int, peers: Iterable[str], deadline: float | None) -> dict[str, Message]:
         """The sound messages of these neighbours: all, or those that came in time."""
-        wanted = set(peers)
+        wanted, expired = set(peers), set[str]()
 
         def due() -> set[str]:
-            return wanted - self._lost[k]
+            return wanted - self._lost[k] - expired
 
         limit = self.deadlines.of(stage) if deadline is None else deadline
+        granted = {peer: self.suspicion.granted(peer, limit) for peer in wanted}
+        self.traffic.suspected.update(peer for peer in wanted if self.suspicion.suspects(peer))
         watching = [asyncio.create_task(self._watch(k, peer)) for peer in wanted]
+        watching += [asyncio.create_task(self._expire(p, granted[p], expired)) for p in wanted if granted[p] < limit]
+        start, arrivals = time.monotonic(), [0.0]
         try:
-            found = await self.mailbox.take(k, stage, due, limit, lambda s: self.deadlines.seen(stage, s))
+            found = await self.mailbox.take(k, stage, due, limit, arrivals.append)
         finally:
             for task in watching:
                 task.cancel()
-        for peer in wanted - set(found) - self._lost[k]:
-            log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, limit)
+        for seconds in arrivals[1:]:
+            self.deadlines.seen(stage, seconds)
+        late = wanted - set(found) - self._lost[k]
+        if late:
+            self._wasted += time.monotonic() - start - arrivals[-1]
+        for peer in late:
+            log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, granted[peer])
             self.traffic.refused["late"] += 1
+            self.suspicion.failed(peer)
         messages: dict[str, Message] = {}
         for peer in sorted(wanted & set(found)):
             try:
@@ -152,6 +166,11 @@ class GrpcTransport:
                 log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
                 self.traffic.refused[error.refusal.value] += 1
         return messages
+
+    def round_took(self, seconds: float) -> None:
+        """A round is over. The wait for those who never came says nothing about how long rounds take."""
+        self.deadlines.round_took(max(0.0, seconds - self._wasted))
+        self._wasted = 0.0
 
     def network_round(self, k: int) -> int:
         """The round that at least half of round k's neighbours have reached, as far as they have said; at least k.
@@ -263,9 +282,17 @@ class GrpcTransport:
                     return
             await channel.wait_for_state_change(state)
 
+    async def _expire(self, peer: str, seconds: float, expired: set[str]) -> None:
+        """A neighbour under suspicion is not waited for as long as the others."""
+        await asyncio.sleep(seconds)
+        expired.add(peer)
+        await self.mailbox.give_up()
+
     async def _lose(self, k: int, peer: str, reason: str) -> None:
         """Nobody waits for a peer that cannot be reached, or that is in a later round or another graph."""
         self.traffic.rejected[reason] += 1
+        if peer not in self._lost[k] and reason == "unreachable":
+            self.suspicion.failed(peer)
         self._lost[k].add(peer)
         await self.mailbox.give_up()
 
@@ -304,6 +331,7 @@ class GrpcTransport:
         reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)  # the world moved meanwhile
         if reason != pb.REASON_NONE:
             return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+        self.suspicion.heard(envelope.sender)
         await self.mailbox.put(envelope.round, envelope.stage, envelope.sender, data)
         return pb.Receipt(round=self.mailbox.round)
 

@@ -75,8 +75,8 @@ def test_a_torn_and_a_foreign_checkpoint_are_named_and_all_start_from_an_earlier
     foreign.write_bytes(max((folder / "checkpoints" / "peer-003").glob("*.safetensors")).read_bytes())
     with running("run", "--resume", "run", "--quiet", cwd=tmp_path) as run:
         assert run.wait(200) == 0, (tmp_path / "said.txt").read_text() + said(folder)
-    assert f"{torn} is not used: torn" in (folder / "logs" / "peer-001.log").read_text()
-    assert f"{foreign} is not used: of another peer" in (folder / "logs" / "peer-002.log").read_text()
+    assert f"{torn.name} is not used: torn" in (folder / "logs" / "peer-001.log").read_text()
+    assert f"{foreign.name} is not used: of another peer" in (folder / "logs" / "peer-002.log").read_text()
     for peer, w in in_memory(config).items():
         assert torch.equal(last_state(folder, peer)["algorithm.w"], w), f"{peer} differs\n{said(folder)}"
 

@@ -37,7 +37,14 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch, no_plots: None) -> Callable[[Runner], None]:
     """Put a fake in the place of the engine."""
-    return lambda fake: monkeypatch.setattr("spark_node.launch.memory.run_in_memory", fake)
+
+    def put(fake: Runner) -> None:
+        def run(config: Config, dataset: Any, partition: Any, watcher: Watcher, *_: object) -> None:
+            fake(config, dataset, partition, watcher)
+
+        monkeypatch.setattr("spark_node.launch.memory.run_in_memory", run)
+
+    return put
 
 
 def goes_well(config: Config, dataset: Any, partition: Any, watcher: Watcher) -> None:

@@ -108,8 +108,8 @@ class Observer:
         self._show(k)
 
     def _complete(self, k: int) -> bool:
-        """Whoever is in a later round without having told of this one took no part in it."""
-        beyond = {name for name, progress in self._progress.items() if progress.round > k}
+        """Whoever is in a later round, or done, without having told of this one took no part in it."""
+        beyond = {name for name, seen in self._progress.items() if seen.round > k or seen.state == "finished"}
         waited_for = set(self._members) - self._gone
         return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models) and bool(self._rounds[k].models)
 

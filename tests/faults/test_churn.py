@@ -25,6 +25,7 @@ from spark_node.model import flatten
 from tests.faults.processes import last_state, pid_of, rows, said, start_run, wait_for
 from tests.network.harness import Network, logs, small
 from tests.network.isolation import isolated
+from tests.network.test_lost_peers import doomed
 
 VICTIM = "peer-002"
 ROUNDS = 60
@@ -51,6 +52,17 @@ def test_a_killed_peer_goes_on_from_its_checkpoint_in_the_round_of_the_others(tm
     assert f"round {ROUNDS}: 3 of 3 neighbours" in log, said(folder)
     assert [row["round"] for row in rows(folder)] == list(range(1, ROUNDS + 1))
     assert torch.isfinite(last_state(folder, VICTIM)["algorithm.w"]).all()
+
+
+@isolated
+def test_a_peer_that_comes_back_when_all_is_done_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed(monkeypatch, "after package", 4)
+    network = Network(small(run__rounds=4, network__restarts=1, network__lease=3.0), tmp_path)
+    network.train()
+    assert [record.round for record in network.log.records] == [1, 2, 3, 4], logs(tmp_path)
+    assert len(network.log.records[-1].client_accuracy) == 5
 
 
 def test_a_stopped_peer_costs_ever_less_and_catches_up_when_it_wakes(tmp_path: Path) -> None:

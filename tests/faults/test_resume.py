@@ -1,13 +1,17 @@
 """A run whose processes are all killed goes on, and ends as if nothing had happened."""
 
 import json
+import re
 import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
 
-from spark_node.config import Config
+from spark_node.config import Config, to_toml
 from tests.faults.processes import SPARK, kill_all, last_state, rows, running, said, start_run, wait_for
 from tests.network.harness import in_memory, small
 from tests.network.test_commands import environment
@@ -94,3 +98,35 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path: Path) -> None:
     with start_run(config, "done", tmp_path) as run:
         assert run.wait(100) == 0
     assert "the run is complete" in refused("done")
+
+
+def test_hosts_that_are_killed_with_their_orchestrator_agree_on_a_round_and_go_on(tmp_path: Path) -> None:
+    """Two hosts, each with its own folder of checkpoints; the second life has other ports."""
+    config = small(run__rounds=ROUNDS)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+
+    def life(stop: Callable[[], bool]) -> None:
+        with ExitStack() as started:
+            orchestrator = ["orchestrator", "--config", "config.toml", "--run-id", "monday", "--json"]
+            (tmp_path / "said.txt").write_text("")
+            started.enter_context(running(*orchestrator, cwd=tmp_path))
+            found = wait_for(lambda: re.search(r'"address": "(\S+)"', (tmp_path / "said.txt").read_text()), "a port")
+            line = ["--config", "config.toml", "--orchestrator", found[1], "--linger", "2"]
+            hosts = [
+                started.enter_context(running("host", *line, *flags, "--logs", "logs", cwd=tmp_path))
+                for flags in (
+                    ("--first", "0", "--count", "3", "--checkpoints", "a"),
+                    ("--first", "3", "--count", "3", "--checkpoints", "b"),
+                )
+            ]
+            wait_for(lambda: stop() or all(host.poll() is not None for host in hosts), "rounds")
+
+    def reached(k: int) -> bool:
+        return all(list((tmp_path / "ab"[i // 3] / f"peer-{i:03d}").glob(f"*.{k:08d}.*")) for i in range(6))
+
+    life(lambda: reached(5))
+    life(lambda: reached(ROUNDS))
+    assert "goes on from its checkpoint of round" in (tmp_path / "logs" / "peer-004.log").read_text()
+    for i, (peer, w) in enumerate(sorted(in_memory(config).items())):
+        state = load_tensors(max((tmp_path / "ab"[i // 3] / peer).glob("*.safetensors")).read_bytes())
+        assert torch.equal(state["algorithm.w"], w), f"{peer} differs\n{said(tmp_path)}"

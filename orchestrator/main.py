@@ -14,7 +14,7 @@ from collections.abc import Callable
 import grpc
 
 from orchestrator import discovery, service
-from orchestrator.registry import Event, Registry, Terms
+from orchestrator.registry import MAX_ROUND, Event, Registry, Terms
 from spark_node.config import Config
 from spark_node.errors import UserError
 
@@ -31,6 +31,7 @@ def serve(
     http_port: int = 0,
     signature: str = "",
     closed: bool = False,
+    recorded: int | None = None,
     credentials: "grpc.ServerCredentials | None" = None,
     ready: Callable[[str, str], None] = lambda address, http_address: None,
 ) -> int:
@@ -48,6 +49,7 @@ def serve(
         lease=config.network.lease,
         signature=signature,
         closed=closed,
+        recorded=MAX_ROUND if recorded is None else recorded,
     )
     metrics = discovery.Metrics()
 

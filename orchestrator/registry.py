@@ -3,7 +3,8 @@
 import enum
 import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from spark_node import topology
@@ -12,6 +13,11 @@ from spark_node.errors import ConfigError
 
 MAX_MEMBERS = 100_000
 MAX_ROUND = 10_000_000
+MAX_HELD = 1000
+_CHEAP = 10
+"""Rounds that are rather computed again than missing from a run's records."""
+_REMEMBERED = 8
+"""Earlier member lists that are kept for peers that have not heard of them."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[A-Za-z0-9:.%_-]+\]):([0-9]{1,5})")
@@ -66,6 +72,8 @@ class Terms:
     lease: float
     signature: str = ""
     closed: bool = False
+    recorded: int = MAX_ROUND
+    """Rounds that the run's records have: a run that is resumed goes on from one of them where it can."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class _Place:
     member: Member
     round: int
     expires: float
+    held: frozenset[int] = frozenset()
 
 
 class Registry:
@@ -90,6 +99,8 @@ class Registry:
     Before the common start every change makes a new version of the list of round 1, which peers get when it is
     complete. After it a change makes a version that holds from two rounds past the furthest living peer, so that
     peers hear of it before they get there.
+
+    Peers that come with checkpoints start from a round that they all have; `first_round` is the one after it.
 
     A restarted registry knows nobody: the first peer to come back from a round tells it that the run is on. For a
     lease from then on, lists from before the restart still hold, since the new one does not have everyone yet.
@@ -110,7 +121,8 @@ class Registry:
         self._places: dict[str, _Place] = {}
         self._soonest = math.inf  # no lease runs out before
         self._first_version = self._version = first_version
-        self._from_round = 1
+        self._from_round = self.first_round = 1
+        self._earlier: list[MemberList] = []  # replaced, but in force until a later round
         self._newest: MemberList | None = None  # made when asked for
         self._at_start: MemberList | None = None
         self._signature = terms.signature
@@ -134,11 +146,18 @@ class Registry:
         """The version of the newest list."""
         return self._version
 
-    def join(self, run: str, member: Member, signature: str, round: int = 0, version: int = 0) -> MemberList | None:
+    @property
+    def furthest(self) -> int:
+        """The latest round that a living member is in."""
+        return max((place.round for place in self._places.values()), default=0)
+
+    def join(
+        self, run: str, member: Member, signature: str, round: int = 0, version: int = 0, held: Sequence[int] = ()
+    ) -> MemberList | None:
         """Take a peer in, or back; once the run is on, the newest list if the peer's is older. Or raise Refused."""
         now = self.tick()
         try:
-            self._check_request(run, member, signature, round)
+            self._check_request(run, member, signature, round, held)
             self._check_place(member, signature, now)
         except Refused as refused:
             self._tell("refusal", f"{member.name[:64]!r} may not join: {refused}", refused.reason.name.lower())
@@ -146,7 +165,7 @@ class Registry:
         kind = "return" if member.name in self._places else "join"
         self._signature = self._signature or signature
         self._opened = min(self._opened, now)
-        self._note(member, round, now)
+        self._note(member, round, now, frozenset(held))
         self._tell(kind, f"{kind} of {member.name} at {member.address}; {len(self)} of {self.terms.nodes}")
         self._start_if_due(now)
         return self._news(version) if self.started else None
@@ -172,6 +191,12 @@ class Registry:
         self._change(at_least=round + 1)
         self._tell("leave", f"{name} leaves; {len(self)} left")
 
+    def before(self, news: MemberList | None, version: int) -> tuple[MemberList, ...]:
+        """Lists that a peer with that version needs besides the news: it may be in a round in which they hold."""
+        if news is None or news is not self._newest or version == 0:
+            return ()
+        return tuple(found for found in self._earlier if version < found.version)
+
     def describe(self, version: int) -> MemberList | None:
         """The newest list where the observer's is older."""
         self.tick()
@@ -188,7 +213,7 @@ class Registry:
             self._change()
         return now
 
-    def _check_request(self, run: str, member: Member, signature: str, round: int) -> None:
+    def _check_request(self, run: str, member: Member, signature: str, round: int, held: Sequence[int]) -> None:
         if not _NAME.fullmatch(member.name):
             raise _malformed("name", member.name, "1 to 64 letters, digits, dots, dashes, underscores")
         for what, value in (("address", member.address), ("metrics address", member.metrics_address or "none:1")):
@@ -199,6 +224,8 @@ class Registry:
             raise _malformed("signature", signature, "1 to 128 printable characters")
         if not 0 <= round <= MAX_ROUND:
             raise _malformed("round", str(round), f"0 to {MAX_ROUND}")
+        if len(held) > MAX_HELD or not all(0 < k <= MAX_ROUND for k in held):
+            raise _malformed("held", str(list(held[:8])), f"at most {MAX_HELD} rounds from 1 to {MAX_ROUND}")
         if run not in ("", self.terms.run):
             there = f"this orchestrator has run {self.terms.run!r}, not {run[:64]!r}"
             raise Refused(Refusal.WRONG_RUN, f"{there}; give the peer that run id, or its own orchestrator's address")
@@ -223,10 +250,11 @@ class Registry:
             return None
         return place
 
-    def _note(self, member: Member, round: int, now: float) -> None:
+    def _note(self, member: Member, round: int, now: float, held: frozenset[int] = frozenset()) -> None:
         """Where a member stands, for another lease; a new list where it is new, or the first that is back in a run."""
         known, expires = self._places.get(member.name), now + self.terms.lease
-        self._places[member.name] = _Place(member, round, expires)
+        held = held or (known.held if known is not None else held)
+        self._places[member.name] = _Place(member, round, expires, held)
         self._soonest = min(self._soonest, expires)
         resumed = round > 0 and not self.started
         if resumed:
@@ -238,10 +266,12 @@ class Registry:
     def _change(self, at_least: int = 1) -> None:
         """A new version of the list. Its round never falls: lists come into force in the order of their versions."""
         self._version += 1
-        self._newest = None
+        handed_out, self._newest = self._newest, None
         if self.started:
-            furthest = max((place.round for place in self._places.values()), default=0)
+            furthest = max(self.furthest, self.first_round - 1)
             self._from_round = max(self._from_round, furthest + 2, at_least)
+            if handed_out is not None and handed_out.from_round < self._from_round:
+                self._earlier = [*self._earlier, handed_out][-_REMEMBERED:]
         elif not self._places:  # nobody is left to wait for, or to agree with
             self._opened, self._signature = math.inf, self.terms.signature
 
@@ -258,8 +288,14 @@ class Registry:
         """The common start: everyone is here, or the time is up and those who are make a graph."""
         if self.started or not (len(self) >= self.terms.nodes or self._may_start_early(now)):
             return
+        agreed = agreed_round([place.held for place in self._places.values()], self.terms.recorded)
+        if agreed:
+            self.first_round = self._from_round = agreed + 1
+            self._version += 1
+            self._newest = None
         self.started, self._at_start = True, self.newest
-        self._tell("start", f"the run starts with {len(self)} of {self.terms.nodes} peers")
+        resumed = f", from round {self.first_round} on" if agreed else ""
+        self._tell("start", f"the run starts with {len(self)} of {self.terms.nodes} peers{resumed}")
 
     def _may_start_early(self, now: float) -> bool:
         if len(self) < 2 or now < self._opened + self.terms.start_timeout:
@@ -280,6 +316,25 @@ class Registry:
 
     def _tell(self, kind: str, detail: str, reason: str = "") -> None:
         self._listener(Event(kind, detail, reason))
+
+
+def agreed_round(held: Sequence[Collection[int]], recorded: int = MAX_ROUND) -> int:
+    """The round after which all go on: the newest that everyone holds, else that most hold, else 0: the beginning.
+
+    Of those, one that the run's records reach up to is preferred: they are to have no gap. Who does not hold it
+    starts from a neighbour's weights, like a newcomer.
+    """
+
+    def best(common: Sequence[int]) -> int:
+        beginning = 0 if min(common) <= _CHEAP else min(common)
+        return max((k for k in common if k <= recorded), default=beginning)
+
+    holders = Counter(k for rounds in held for k in set(rounds))
+    for enough in (len(held), len(held) // 2 + 1):
+        common = [k for k, count in holders.items() if count >= enough]
+        if common:
+            return best(common)
+    return 0
 
 
 def _malformed(what: str, value: str, allowed: str) -> Refused:

@@ -31,16 +31,28 @@ class OrchestratorService:
         asks = request.member
         member = Member(asks.name, asks.address, asks.metrics_address)
         try:
-            news = self._registry.join(request.run, member, request.signature, request.round, request.version)
+            news = self._registry.join(
+                request.run, member, request.signature, request.round, request.version, request.held
+            )
         except Refused as refused:
             return pb.JoinReply(refusal=pb.JoinRefusal.Name(refused.reason), detail=refused.detail)
-        lease = self._registry.terms.lease
-        return pb.JoinReply(run=self._run(), members=self._members(news), lease_seconds=lease)
+        return pb.JoinReply(
+            run=self._run(),
+            members=self._members(news),
+            lease_seconds=self._registry.terms.lease,
+            round=self._registry.furthest,
+            before=self._before(news, request.version),
+        )
 
     async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
         """Keep a peer's place."""
         known, news = self._registry.renew(request.run, request.name, request.address, request.round, request.version)
-        return pb.RenewReply(known=known, started=self._registry.started, members=self._members(news))
+        return pb.RenewReply(
+            known=known,
+            started=self._registry.started,
+            members=self._members(news),
+            before=self._before(news, request.version),
+        )
 
     async def Leave(self, request: pb.LeaveRequest, context: object) -> pb.LeaveReply:
         """Let a peer go."""
@@ -61,16 +73,24 @@ class OrchestratorService:
             degree=terms.topology.degree,
             fresh=terms.topology.fresh,
             started=self._registry.started,
+            first_round=self._registry.first_round if self._registry.started else 0,
         )
+
+    def _before(self, news: MemberList | None, version: int) -> list[pb.Members]:
+        return [_message(found) for found in self._registry.before(news, version)]
 
     def _members(self, news: MemberList | None) -> pb.Members | None:
         """The list as a message; the last one is kept, since many ask for the same."""
         if news is None:
             return None
         if self._sent[0] is not news:
-            members = [pb.Member(**vars(member)) for member in news.members]
-            self._sent = news, pb.Members(version=news.version, from_round=news.from_round, members=members)
+            self._sent = news, _message(news)
         return self._sent[1]
+
+
+def _message(found: MemberList) -> pb.Members:
+    members = [pb.Member(**vars(member)) for member in found.members]
+    return pb.Members(version=found.version, from_round=found.from_round, members=members)
 
 
 async def make_server(registry: Registry, metrics: Metrics, keepalive: float) -> grpc.aio.Server:

@@ -276,6 +276,7 @@ class NetworkSettings:
         600.0, 0.01, 86_400.0, "most seconds that a stage waits for its neighbours, whatever the floor"
     )
     deadline_spread: float = _number(8.0, 0.0, 1000.0, "k: the deadline is median + k MAD of the waits seen so far")
+    suspicion_floor: float = _number(1.0, 0.01, 86_400.0, "least seconds for a neighbour that failed again and again")
     ahead: int = _number(2, 1, 64, "rounds that a neighbour's message may come early and is kept")
     streams: int = _number(64, 1, 10_000, "messages that a peer receives at once; more are told to come again")
     keepalive: float = _number(300.0, 1.0, 3600.0, "seconds of silence after which a connection is probed")
@@ -283,6 +284,16 @@ class NetworkSettings:
     model_history: int = _number(8, 1, 1000, "finished rounds whose models a peer keeps for the observer")
     restarts: int = _number(3, 0, 1_000_000, "times that a crashed peer is started again")
     log: str = _choice("human", ("human", "json"), "form of the peers' logs")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What a peer keeps on disk, to go on from after a crash."""
+
+    enabled: bool = _flag(True, "write checkpoints")
+    every: int = _number(1, 1, 1_000_000, "rounds from one checkpoint to the next")
+    keep: int = _number(8, 1, 1000, "checkpoints that a peer keeps; all peers must have one of the same round")
+    oldest: int = _number(20, 0, 1_000_000, "rounds that a returning peer may be behind and still use its own weights")
 
 
 @dataclass(frozen=True)
@@ -300,6 +311,7 @@ class Config:
     package: PackageSettings = PackageSettings()
     robust: RobustSettings = RobustSettings()
     network: NetworkSettings = NetworkSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
 
     def replace(self, **settings: Any) -> "Config":
         """A copy with settings given as section__key=value, checked like any other layer.

@@ -64,10 +64,11 @@ class Roster:
             return replace(settings, degree=degree)
         return settings
 
-    @property
-    def newest_from_round(self) -> int:
-        """The round from which the newest list holds."""
-        return self._lists[-1][0] if self._lists else 1
+    def round_with(self, peer: str, k: int) -> int:
+        """The first round from k on in which the peer takes part, as far as lists say; k itself where none has it."""
+        if peer in self.members(k):
+            return k
+        return min((start for start, found in self._lists if start > k and peer in found.members), default=k)
 
     def members(self, k: int) -> tuple[str, ...]:
         """Who takes part in round k."""

@@ -45,6 +45,8 @@ class PeerMetrics(Collector):
         self.expected = self.used = 0
         self.facts: Mapping[str, float] = {}
         self.accuracy: float | None = None
+        self.checkpoints: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """The round of the newest checkpoint, and how many could not be written."""
         self.stages: dict[str, Histogram] = {}
         self.rounds = Histogram()
 
@@ -68,9 +70,18 @@ class PeerMetrics(Collector):
             self._counter("spark_neighbours_expected", "Neighbours due in all rounds so far", self.expected),
             self._counter("spark_neighbours_used", "Neighbours whose messages of a whole round were used", self.used),
         ]
+        saved, failures = self.checkpoints()
+        found.append(self._gauge("spark_checkpoint_round", "The round of the newest checkpoint; 0: none", saved))
+        found.append(self._counter("spark_checkpoint_failures", "Checkpoints that could not be written", failures))
         found += self._bytes(traffic)
         found.append(self._reasons("spark_refused", "Messages of neighbours that were not taken", traffic.refused))
         found.append(self._reasons("spark_rejected", "Messages that neighbours did not take", traffic.rejected))
+        suspected = CounterMetricFamily(
+            "spark_suspected", "Waits for a neighbour that were shortened", labels=[*self._labels, "neighbour"]
+        )
+        for neighbour, value in list(traffic.suspected.items()):
+            suspected.add_metric([*self._labels.values(), neighbour], value)
+        found.append(suspected)
         found += [self._gauge(f"spark_{name}", f"{name} of the last round", v) for name, v in self.facts.items()]
         if self.accuracy is not None:
             found.append(self._gauge("spark_own_accuracy", "Accuracy of the peer's own model", self.accuracy))

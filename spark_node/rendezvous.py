@@ -4,8 +4,10 @@ Training never waits for it: while the orchestrator is away, rounds go on with t
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 from grpc import aio
@@ -42,6 +44,9 @@ class Rendezvous:
         self.started = asyncio.Event()
         self.roster: Roster | None = None
         self.run = ""
+        self.furthest = 0
+        """The latest round that any member was in when we joined."""
+        self._held: tuple[int, ...] = ()
         self.round: Callable[[], int] = lambda: 0
         self.bytes_sent = self.bytes_received = 0
         self._reporting: asyncio.Task[None] | None = None
@@ -56,32 +61,52 @@ class Rendezvous:
         self.bytes_sent += request.ByteSize()
         self.bytes_received += reply.ByteSize()
 
-    async def join(self, patience: float) -> Roster:
-        """Take part; waits for the orchestrator up to `patience` seconds."""
+    async def ask_run(self, patience: float) -> str:
+        """Which run the orchestrator has; waits for it up to `patience` seconds."""
+        request = pb.DescribeRequest(version=2**63)
+        reply = await self._patiently(lambda: self._stub.Describe(request, timeout=_CALL_SECONDS), patience)
+        self._count(request, reply)
+        return str(reply.run.run)
+
+    async def join(self, patience: float, held: Sequence[int] = ()) -> Roster:
+        """Take part; waits for the orchestrator up to `patience` seconds. `held`: rounds of our checkpoints."""
+        self._held = tuple(held)
         loop = asyncio.get_running_loop()
         end = loop.time() + patience
         while True:
-            try:
-                reply = await self._join()
-                # A name is free again when the lease of the process that had it has run out.
-                if reply.refusal != pb.JOIN_REFUSAL_NAME_TAKEN or loop.time() > end:
-                    break
-                await asyncio.sleep(_RETRY_SECONDS)
-            except aio.AioRpcError as error:
-                if loop.time() > end:
-                    said = f"network.orchestrator = {self._target!r}: not reached in {patience:.0f} s"
-                    raise ConfigError(f"{said} ({error.code().name}); is it running?") from None
-                await asyncio.sleep(_RETRY_SECONDS)
+            reply = await self._patiently(self._join, end - loop.time())
+            # A name is free again when the lease of the process that had it has run out.
+            if reply.refusal != pb.JOIN_REFUSAL_NAME_TAKEN or loop.time() > end:
+                break
+            await asyncio.sleep(_RETRY_SECONDS)
         if reply.refusal:
             raise JoinRefused(f"the orchestrator at {self._target} refuses {self._member.name}: {reply.detail}")
         self._take(reply)
         assert self.roster is not None
         return self.roster
 
+    async def _patiently(self, call: Callable[[], Awaitable[Any]], patience: float) -> Any:
+        """The answer to a call, asked for again while the orchestrator is away."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + patience
+        while True:
+            try:
+                return await call()
+            except aio.AioRpcError as error:
+                if loop.time() > end:
+                    said = f"network.orchestrator = {self._target!r}: not reached in {patience:.0f} s"
+                    raise ConfigError(f"{said} ({error.code().name}); is it running?") from None
+                await asyncio.sleep(_RETRY_SECONDS)
+
     async def _join(self) -> "pb.JoinReply":
         version = self.roster.version if self.roster is not None else 0
         request = pb.JoinRequest(
-            run=self.run, member=self._member, signature=self._signature, round=self.round(), version=version
+            run=self.run,
+            member=self._member,
+            signature=self._signature,
+            round=self.round(),
+            version=version,
+            held=self._held,
         )
         reply: pb.JoinReply = await self._stub.Join(request, timeout=_CALL_SECONDS)
         self._count(request, reply)
@@ -93,12 +118,14 @@ class Rendezvous:
         if self.roster is None:
             settings = TopologySettings(described.topology, described.degree, described.fresh)
             self.roster = Roster(described.seed, settings)
-        self._learn(reply.members, described.started)
+        self.furthest = reply.round
+        self._learn([*reply.before, reply.members], described.started)
 
-    def _learn(self, members: "pb.Members", started: bool) -> None:
+    def _learn(self, lists: Sequence["pb.Members"], started: bool) -> None:
         assert self.roster is not None
-        if members.version:
-            self.roster.add(members.version, members.from_round, {m.name: m.address for m in members.members})
+        for members in lists:
+            if members.version:
+                self.roster.add(members.version, members.from_round, {m.name: m.address for m in members.members})
         if started:
             self.started.set()
 
@@ -123,6 +150,12 @@ class Rendezvous:
             self._answers = True
         except aio.AioRpcError:
             self._answers = False
+
+    async def refresh(self) -> None:
+        """Learn of the newest members now, where the orchestrator answers soon."""
+        with contextlib.suppress(aio.AioRpcError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._renew()
 
     async def keep(self) -> None:
         """Renew the lease for ever; an orchestrator that does not know us (any more) is joined again."""
@@ -151,7 +184,7 @@ class Rendezvous:
         reply: pb.RenewReply = await self._stub.Renew(request, timeout=_CALL_SECONDS)
         self._count(request, reply)
         if reply.known:
-            self._learn(reply.members, reply.started)
+            self._learn([*reply.before, reply.members], reply.started)
             return
         again = await self._join()
         if again.refusal:

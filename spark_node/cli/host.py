@@ -51,6 +51,8 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     line = parser.add_argument_group("the run")
     line.add_argument("--orchestrator", metavar="HOST:PORT", help="where the run's orchestrator listens")
     linger = "seconds to go on answering after the last round (default: 30)"
+    checkpoints = "folder of checkpoints; peers that are started again go on from them (default: %(default)s)"
+    line.add_argument("--checkpoints", metavar="DIR", default="host-checkpoints", help=checkpoints)
     line.add_argument("--linger", metavar="SECONDS", type=float, default=30.0, help=linger)
 
 
@@ -64,7 +66,7 @@ def peer_config(args: argparse.Namespace) -> Config:
     return config
 
 
-def jobs_of(config: Config, first: int, count: int, linger: float) -> "list[PeerJob]":
+def jobs_of(config: Config, first: int, count: int, linger: float, checkpoints: Path) -> "list[PeerJob]":
     """The chosen peers of the run, with their data and the run's model."""
     import dataclasses
 
@@ -77,7 +79,7 @@ def jobs_of(config: Config, first: int, count: int, linger: float) -> "list[Peer
     check_device(config.run.device)
     dataset, partition = deal(config)
     module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
-    jobs = peer_jobs(config, dataset, partition, module, range(first, first + count))
+    jobs = peer_jobs(config, dataset, partition, module, range(first, first + count), checkpoints)
     return [dataclasses.replace(job, linger=linger) for job in jobs]
 
 
@@ -92,7 +94,7 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.launch.logs import log_to
 
     torch.set_num_threads(1)
-    jobs = jobs_of(config, args.first, count, args.linger)
+    jobs = jobs_of(config, args.first, count, args.linger, Path(args.checkpoints))
     log_to(None, config.network.log, "host")
     workers = config.run.workers or os.cpu_count() or 1
     network = config.network

@@ -1,6 +1,7 @@
 """`spark-dfl node`: one peer of a run, in this process."""
 
 import argparse
+from pathlib import Path
 
 from spark_node.cli.host import add_peer_flags, jobs_of, peer_config
 
@@ -32,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.launch.logs import log_to
     from spark_node.launch.peer import run_peer
 
-    job = jobs_of(config, args.index, 1, args.linger)[0]
+    job = jobs_of(config, args.index, 1, args.linger, Path(args.checkpoints))[0]
     log_to(None, config.network.log, job.name)
     run_peer(job, None)
     return 0

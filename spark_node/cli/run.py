@@ -62,6 +62,7 @@ examples:
   spark-dfl run --algorithm dfedavg --set local.epochs=5   DFedAvg as published, with fewer epochs
   spark-dfl run --set learning.eta=0.02 --set model.hidden=[200,100] --out runs/wide
   spark-dfl run --config runs/wide/config.toml          the same run again
+  spark-dfl run --resume runs/wide                      go on after a crash, a kill or Ctrl-C
   spark-dfl run --preset demo --quiet --json            only the summary, as JSON, on stdout
 
 exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted (finished rounds are kept)"""
@@ -79,6 +80,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     sources = add_sources(parser)
     sources.add_argument("--settings", action="store_true", help="list every setting and exit")
+    sources.add_argument(
+        "--resume", metavar="RUN", help="go on with the run in this folder, with its own settings, from its checkpoints"
+    )
     for title, flags in _GROUPS.items():
         add_flags(parser, title, flags)
     output = parser.add_argument_group("output")
@@ -92,21 +96,22 @@ def command(args: argparse.Namespace) -> int:
     """Check everything, run, write the run folder, give the answer."""
     if args.settings:
         return _list_settings(as_json=args.json)
-    config = load_config(args)
-
     from spark_node import topology
     from spark_node.observe import display
     from spark_node.observe.run_folder import RunFolder, check_is_free
 
-    path = _new_folder(args.out, config)
-    check_is_free(path)
+    resumed = _to_resume(args)
+    config = load_config(args) if resumed is None else resumed.config
+    path = _new_folder(args.out, config) if resumed is None else resumed.path
+    if resumed is None:
+        check_is_free(path)
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         check_device(config.run.device)
         dataset, partition = deal(config)
         counts = _label_counts(dataset, partition)
         command_line = shlex.join(["spark-dfl", *args.argv])
-        folder = RunFolder(path, config, command=command_line, label_counts=counts)
+        folder = RunFolder(path, config, command=command_line, label_counts=counts, resumed=resumed)
         status, failure = _train(config, dataset, partition, folder, shown)
         shown.note("Writing the report")
         run = folder.finish(status)
@@ -117,6 +122,19 @@ def command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(run.summary, indent=2))
     return EXIT_CODES[status]
+
+
+def _to_resume(args: argparse.Namespace) -> "Run | None":
+    """The run that --resume names. It keeps its settings: another setting would be another run."""
+    if args.resume is None:
+        return None
+    from spark_node.observe.run_folder import load_resumable
+
+    given = [flag for flag, key in FLAGS.items() if getattr(args, key, None) is not None]
+    given += [f"--{name}" for name in ("preset", "config", "set", "out") if getattr(args, name)]
+    if given:
+        raise ConfigError(f"--resume takes the settings of its run; leave out {', '.join(given)}")
+    return load_resumable(Path(args.resume))
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -230,6 +248,8 @@ def _train(
     config: Config, dataset: "Dataset", partition: "Partition", folder: "RunFolder", shown: "Display"
 ) -> tuple[str, Exception | None]:
     """How the run ended, and why if it failed; an error from before its start is raised as it is."""
+    from spark_node.checkpoint import keep_newest
+    from spark_node.observe.run_folder import CHECKPOINTS
     from spark_node.observe.watchers import Together
 
     watchers = Together(folder, shown)
@@ -237,11 +257,19 @@ def _train(
         if config.run.transport == "memory":
             from spark_node.launch.memory import run_in_memory
 
-            run_in_memory(config, dataset, partition, watchers)
+            run_in_memory(config, dataset, partition, watchers, folder.path, folder.run_id, folder.recorded)
         else:
             from spark_node.launch.network import run_network
 
-            run_network(config, dataset, partition, watchers, folder.path)
+            run_network(
+                config,
+                dataset,
+                partition,
+                watchers,
+                folder.path,
+                run_id=folder.run_id,
+                recorded=folder.recorded,
+            )
     except KeyboardInterrupt:
         if not folder.has_started:
             raise
@@ -251,6 +279,7 @@ def _train(
             raise
         _log(error, folder.path)
         return "failed", error
+    keep_newest(folder.path / CHECKPOINTS)
     return "complete", None
 
 

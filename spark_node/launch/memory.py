@@ -2,33 +2,46 @@
 
 import asyncio
 import copy
+import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spark_node import model
+from spark_node.checkpoint import Checkpoint, Owner, Store, join_states, part_of
 from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
-from spark_node.learning.algorithms import make_algorithm, make_terms
+from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.membership import Membership, peer_names
 from spark_node.node import Node, RoundResult, Timings
 from spark_node.observe.accuracy import accuracy, mean_weights
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher, from_facts
+from spark_node.observe.run_folder import CHECKPOINTS
 from spark_node.package.peer import PeerCodec
 from spark_node.transport.memory import MemoryNetwork
+
+log = logging.getLogger(__name__)
 
 
 class MemoryRun:
     """The network and its observer. `nodes` stays readable after the run: tests and notebooks look inside."""
 
-    def __init__(self, config: Config, dataset: Dataset, partition: Partition) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        partition: Partition,
+        checkpoints: Path | None = None,
+        run_id: str = "memory",
+    ) -> None:
         self.config = config
         device = torch.device(config.run.device)
         self.module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed).to(device)
@@ -41,6 +54,10 @@ class MemoryRun:
         self.membership = Membership(names, config.run.seed, config.topology)
         self._workers = config.run.workers or os.cpu_count() or 1
         self.nodes: list[Node] = []
+        self._stores: dict[str, Store] = {}
+        if checkpoints is not None and config.checkpoint.enabled:
+            owners = [Owner(run_id, name, signature(config, self.module)) for name in names]
+            self._stores = {o.peer: Store(checkpoints / o.peer, o, config.checkpoint.keep) for o in owners}
         for name, indices in zip(names, partition.indices, strict=True):
             x = dataset.standardise(dataset.train.pixels[indices]).to(device)
             y = torch.from_numpy(dataset.train.labels[indices]).to(device)
@@ -57,7 +74,36 @@ class MemoryRun:
     async def _compute(self, work: Callable[..., Any], *arguments: Any, heavy: bool = False) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
-    def run(self, watcher: Watcher) -> None:
+    def resume(self, recorded: int) -> int:
+        """Take up the newest state that every peer has and that the records reach up to; the round it is of, or 0."""
+        held = [set(store.rounds) for store in self._stores.values()]
+        k = max((k for k in set.intersection(*held) if k <= recorded), default=0) if held else 0
+        for node in self.nodes:
+            if node.peer not in self._stores:
+                continue
+            self._stores[node.peer].forget_after(k)
+            checkpoint = self._stores[node.peer].load(k)
+            if checkpoint is not None:
+                node.algorithm.restore(part_of(checkpoint.state, "algorithm"))
+                if node.peer in self.network.codecs:
+                    self.network.codecs[node.peer].restore(part_of(checkpoint.state, "codec"))
+        return k
+
+    def _save(self, k: int) -> None:
+        """Every peer's checkpoint; a disk that is full costs them, not the training."""
+        settings = self.config.checkpoint
+        if k % settings.every and k < self.config.run.rounds:
+            return
+        for node in self.nodes:
+            codec = self.network.codecs.get(node.peer)
+            state = join_states(algorithm=node.algorithm.state(), codec=codec.state() if codec else {})
+            try:
+                if node.peer in self._stores:
+                    self._stores[node.peer].save(Checkpoint(k, state))
+            except OSError as error:
+                log.error("round %d: no checkpoint of %s (%s)", k, node.peer, error)
+
+    def run(self, watcher: Watcher, first: int = 1) -> None:
         """All rounds. One torch thread a worker: many peers at once beat many threads a peer."""
         info = RunInfo(model.flatten(self.module).numel(), len(self.nodes), self.samples, len(self.test_y))
         watcher.started(info)
@@ -65,15 +111,16 @@ class MemoryRun:
         torch.set_num_threads(1)
         try:
             with ThreadPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,)) as self._pool:
-                asyncio.run(self._rounds(watcher))
+                asyncio.run(self._rounds(watcher, first))
         finally:
             torch.set_num_threads(threads)
 
-    async def _rounds(self, watcher: Watcher) -> None:
-        for k in range(1, self.config.run.rounds + 1):
+    async def _rounds(self, watcher: Watcher, first: int) -> None:
+        for k in range(first, self.config.run.rounds + 1):
             start, before = time.perf_counter(), dict(self.network.bytes_sent)
             results = await self._round(k, watcher)
             trained = time.perf_counter()
+            await self._compute(self._save, k)
             aggregated, clients = await self._evaluate(self.config.run.evaluates_clients(k))
             sent = {kind: count - before[kind] for kind, count in self.network.bytes_sent.items()}
             watcher.round_done(_record(k, results, aggregated, clients, sent, start, trained))
@@ -103,9 +150,18 @@ class MemoryRun:
         return accuracy(_private_copy(self.module), w, self.test_x, self.test_y)
 
 
-def run_in_memory(config: Config, dataset: Dataset, partition: Partition, watcher: Watcher) -> None:
-    """Train a whole network in this process and tell the watcher about it."""
-    MemoryRun(config, dataset, partition).run(watcher)
+def run_in_memory(
+    config: Config,
+    dataset: Dataset,
+    partition: Partition,
+    watcher: Watcher,
+    folder: Path | None = None,
+    run_id: str = "memory",
+    recorded: int | None = None,
+) -> None:
+    """Train a whole network in this process and tell the watcher about it; `recorded`: go on with such a run."""
+    run = MemoryRun(config, dataset, partition, folder / CHECKPOINTS if folder is not None else None, run_id)
+    run.run(watcher, first=1 + run.resume(recorded or 0))
 
 
 def _private_copy(module: nn.Module) -> nn.Module:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import select
 import signal
 import time
@@ -30,12 +29,18 @@ from spark_node.membership import peer_names
 from spark_node.model import ParameterLayout
 from spark_node.observe.observer import Observer
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher
+from spark_node.observe.run_folder import CHECKPOINTS, new_run_id
 
 log = logging.getLogger(__name__)
 
 
 def peer_jobs(
-    config: Config, dataset: Dataset, partition: Partition, module: nn.Module, chosen: range | None = None
+    config: Config,
+    dataset: Dataset,
+    partition: Partition,
+    module: nn.Module,
+    chosen: range | None = None,
+    checkpoints: Path | None = None,
 ) -> list[PeerJob]:
     """What every peer, or every chosen one, starts with, in the order of their names."""
     device = torch.device(config.run.device)
@@ -47,7 +52,8 @@ def peer_jobs(
         x = dataset.standardise(dataset.train.pixels[own]).to(device)
         y = torch.from_numpy(dataset.train.labels[own]).to(device)
         port = config.network.port + place if config.network.port else 0
-        jobs.append(PeerJob(names[i], config, module, x, y, dataset.classes, port, test))
+        folder = checkpoints / names[i] if checkpoints is not None and config.checkpoint.enabled else None
+        jobs.append(PeerJob(names[i], config, module, x, y, dataset.classes, port, test, checkpoints=folder))
     return jobs
 
 
@@ -83,12 +89,25 @@ class Child:
 
 
 class LocalNetwork:
-    """Orchestrator and host of one run; leaving the context ends every process that was started."""
+    """Orchestrator and host of one run; leaving the context ends every process that was started.
 
-    def __init__(self, config: Config, dataset: Dataset, partition: Partition, module: nn.Module, folder: Path) -> None:
+    A run that is resumed has its old identity; `recorded` says up to which round its folder has records.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        partition: Partition,
+        module: nn.Module,
+        folder: Path,
+        *,
+        run_id: str = "",
+        recorded: int | None = None,
+    ) -> None:
         self.config, self.dataset, self.partition, self.module = config, dataset, partition, module
-        self.folder = folder
-        self.run_id = secrets.token_hex(8)
+        self.folder, self._recorded = folder, recorded
+        self.run_id = run_id or new_run_id()
         self.orchestrator_address = config.network.orchestrator
         self.orchestrator: Child | None = None
         self.host: Child | None = None
@@ -124,7 +143,7 @@ class LocalNetwork:
                 os.write(writing, f"{address} {http_address}".encode())
                 os.close(writing)
 
-            return serve(self.config, self.run_id, ready=ready)
+            return serve(self.config, self.run_id, recorded=self._recorded, ready=ready)
 
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.orchestrator = Child(fork(work, "orchestrator"))
@@ -141,7 +160,8 @@ class LocalNetwork:
 
         def work() -> int:
             log_to(self.folder / "logs" / "host.log", config.network.log, "host")
-            jobs = peer_jobs(config, self.dataset, self.partition, self.module)
+            checkpoints = self.folder / CHECKPOINTS
+            jobs = peer_jobs(config, self.dataset, self.partition, self.module, checkpoints=checkpoints)
             network = config.network
             host = Host(jobs, self.folder / "logs", workers=workers, restarts=network.restarts, log_form=network.log)
             return host.run()
@@ -159,7 +179,16 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def run_network(config: Config, dataset: Dataset, partition: Partition, watcher: Watcher, folder: Path) -> None:
+def run_network(
+    config: Config,
+    dataset: Dataset,
+    partition: Partition,
+    watcher: Watcher,
+    folder: Path,
+    *,
+    run_id: str = "",
+    recorded: int | None = None,
+) -> None:
     """Train over gRPC, every peer a process of its own, and tell the watcher about it.
 
     The observer has a process too: this one never starts gRPC, so that it can fork again for another run.
@@ -172,7 +201,8 @@ def run_network(config: Config, dataset: Dataset, partition: Partition, watcher:
         samples = tuple(len(indices) for indices in partition.indices)
         parameters = ParameterLayout.of(module).size
         watcher.started(RunInfo(parameters, config.run.nodes, samples, len(dataset.test.labels)))
-        with LocalNetwork(config, dataset, partition, module, folder) as network:
+        network = LocalNetwork(config, dataset, partition, module, folder, run_id=run_id, recorded=recorded)
+        with network:
             _watch(_start_observer(network), network, watcher)
     finally:
         torch.set_num_threads(threads)

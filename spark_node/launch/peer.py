@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import signal
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,12 +19,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from torch import Tensor, nn
 
+from spark_node.checkpoint import Owner, Store
 from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
+from spark_node.launch.recovery import Recovery, remember_port, remembered_port
 from spark_node.launch.slots import Slots
-from spark_node.learning.algorithms import make_algorithm, make_terms
+from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.messages import Weights
+from spark_node.membership import Roster
 from spark_node.memory import give_back, memory_of
 from spark_node.metrics import PeerMetrics, serve
 from spark_node.model import ParameterLayout
@@ -56,18 +58,8 @@ class PeerJob:
     """Test samples, where the peer has any."""
     linger: float | None = None
     """Seconds to go on answering after the last round; None: until SIGTERM."""
-
-
-def signature(config: Config, module: nn.Module) -> str:
-    """Of the model and of every setting that all peers of a run must share."""
-    sections = ("model", "learning", "momentum", "distillation", "local")
-    shared = {name: asdict(getattr(config, name)) for name in sections}
-    wire = asdict(config.package)
-    for local in ("level", "chunk_bytes", "max_message_bytes", "max_decoded_bytes", "factor_cache_bytes", "in_memory"):
-        del wire[local]
-    said = {**shared, "package": wire, "algorithm": config.run.algorithm, "rounds": config.run.rounds}
-    text = ParameterLayout.of(module).signature + json.dumps(said, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    checkpoints: Path | None = None
+    """The folder of this peer's checkpoints; None: it keeps none."""
 
 
 class Progress:
@@ -89,13 +81,19 @@ class Progress:
     async def finished(self, report: "pb.RoundReport", w: Tensor) -> None:
         async with self._changed:
             self.reports.append(report)
-            self._models[report.round] = w
-            while len(self._models) > self._history:
-                self._models.popitem(last=False)
+            self.keep_model(report.round, w)
             self._changed.notify_all()
 
-    def model(self, k: int) -> Tensor | None:
-        return self._models.get(k)
+    def keep_model(self, k: int, w: Tensor) -> None:
+        """For whoever asks; the oldest go."""
+        self._models[k] = w
+        while len(self._models) > self._history:
+            self._models.popitem(last=False)
+
+    def model(self, k: int) -> tuple[int, Tensor] | None:
+        """The model of a round, or with k = 0 the newest, and its round."""
+        k = k or max(self._models, default=0)
+        return (k, self._models[k]) if k in self._models else None
 
     async def follow(self, after: int) -> AsyncIterator["pb.Progress"]:
         """Everything after a round, and then each change as it happens."""
@@ -160,15 +158,19 @@ class Service:
         return await self.Deliver(alone(), context)
 
     async def Model(self, request: "pb.ModelRequest", context: Any) -> AsyncIterator["pb.ModelReply"]:
-        w = self._progress.model(request.round)
-        if w is None or self.terms is None or request.run != self.terms.run:
+        found = self._progress.model(request.round)
+        if found is None or self.terms is None or self.transport is None or request.run != self.terms.run:
             yield pb.ModelReply(found=False)
             return
+        k, w = found
         exact = replace(self.terms, settings=replace(self.terms.settings, weights="lossless"))
-        coded = await asyncio.to_thread(encode, Weights(w), exact, k=request.round, sender=self._progress.name)
+        coded = await asyncio.to_thread(encode, Weights(w), exact, k=k, sender=self._progress.name)
         for chunk in split(coded.wire(), self._chunk_bytes):
             reply = pb.ModelReply(found=True, chunk=chunk)
-            self._traffic.observed["model"] += reply.ByteSize()
+            if request.member in self.transport.roster.members(k):  # observers' models are not traffic of the run
+                self.transport.traffic.sent[(request.member, "weights")] += reply.ByteSize()
+            else:
+                self._traffic.observed["model"] += reply.ByteSize()
             yield reply
 
     async def Follow(self, request: "pb.FollowRequest", context: Any) -> AsyncIterator["pb.Progress"]:
@@ -219,15 +221,19 @@ class PeerProcess:
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (pb.DESCRIPTOR.services_by_name["Peer"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        target = f"{self._network.host}:{self._job.port}"
-        try:
-            port = server.add_insecure_port(target)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise ConfigError(f"network.port = {self._job.port}: {target} is in use or not here; choose another, or 0")
+        port = self._listen(server)
+        remember_port(self._job.checkpoints, port)
         await server.start()
         return server, port
+
+    def _listen(self, server: aio.Server) -> int:
+        """The port that was asked for; else that of the peer's last life, if it is to be had; else a free one."""
+        wanted = self._job.port
+        for port in (wanted,) if wanted else (remembered_port(self._job.checkpoints), 0):
+            with contextlib.suppress(RuntimeError):
+                return int(server.add_insecure_port(f"{self._network.host}:{port}"))
+        target = f"{self._network.host}:{wanted}"
+        raise ConfigError(f"network.port = {wanted}: {target} is in use or not here; choose another, or 0")
 
     async def _work(self, port: int) -> None:
         job, config = self._job, self._config
@@ -244,26 +250,22 @@ class PeerProcess:
         )
         self._progress.control = lambda: line.control_bytes
         self._metrics.control = lambda: (line.bytes_sent, line.bytes_received)
+        patience = max(self._network.start_timeout, self._network.lease + 10.0)
         try:
-            roster = await line.join(max(self._network.start_timeout, 10.0))
+            store = await self._open_store(line, patience)
+            roster = await line.join(patience, store.rounds if store is not None else ())
             self._metrics.of_run(line.run)
-            layout = ParameterLayout.of(job.module)
-            terms = make_terms(config, line.run, layout, job.classes)
-            codec = PeerCodec(terms, job.name, config.run.seed, config.run.device)
-            transport = GrpcTransport(job.name, codec, roster, self._network, self._traffic, self._compute)
-            transport.on_newer_members = line.hurry
-            self._service.terms, self._service.transport = terms, transport
-            algorithm = make_algorithm(config, job.name, job.module, job.inputs, job.labels, self._timings)
-            node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
+            transport, node, recovery = self._prepare(line, roster, store)
             line.round = lambda: self._progress.round
             keep = asyncio.create_task(line.keep())
             try:
                 await self._progress.set("waiting")
-                late = line.started.is_set()
                 await line.started.wait()
-                first = max(1, roster.newest_from_round) if late else 1
+                first, w = await recovery.begin()
+                if first > 1:
+                    self._progress.keep_model(first - 1, w)
                 log.info("takes part from round %d on, with %d members", first, len(roster.members(first)))
-                await self._rounds(node, transport, line, first)
+                await self._rounds(node, transport, line, recovery, first)
                 await self._linger()
                 await line.leave()
             finally:
@@ -274,22 +276,50 @@ class PeerProcess:
             if metrics_server is not None:
                 metrics_server.shutdown()
 
-    async def _rounds(self, node: Node, transport: GrpcTransport, line: Rendezvous, first: int) -> None:
-        for k in range(first, self._config.run.rounds + 1):
+    async def _open_store(self, line: Rendezvous, patience: float) -> Store | None:
+        """The peer's checkpoints of the run that the orchestrator has."""
+        job = self._job
+        if job.checkpoints is None or not self._config.checkpoint.enabled:
+            return None
+        owner = Owner(await line.ask_run(patience), job.name, signature(self._config, job.module))
+        store: Store = await self._compute(Store, job.checkpoints, owner, self._config.checkpoint.keep)
+        return store
+
+    def _prepare(self, line: Rendezvous, roster: Roster, store: Store | None) -> tuple[GrpcTransport, Node, Recovery]:
+        """The peer's parts, once it knows the run."""
+        job, config = self._job, self._config
+        terms = make_terms(config, line.run, ParameterLayout.of(job.module), job.classes)
+        codec = PeerCodec(terms, job.name, config.run.seed, config.run.device)
+        transport = GrpcTransport(job.name, codec, roster, self._network, self._traffic, self._compute)
+        transport.on_newer_members = line.hurry
+        self._service.terms, self._service.transport = terms, transport
+        algorithm = make_algorithm(config, job.name, job.module, job.inputs, job.labels, self._timings)
+        node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
+        recovery = Recovery(node, codec, transport, line, store, config.checkpoint, self._compute, classes=job.classes)
+        self._metrics.checkpoints = lambda: (recovery.saved, recovery.failures)
+        return transport, node, recovery
+
+    async def _rounds(
+        self, node: Node, transport: GrpcTransport, line: Rendezvous, recovery: Recovery, first: int
+    ) -> None:
+        k, last = first, self._config.run.rounds
+        while k <= last:
             await self._progress.set("training", k)
             await line.entering(k)
             await transport.enter(k)
             start = time.perf_counter()
             result = await node.round(k)
             seconds = time.perf_counter() - start
-            transport.deadlines.round_took(seconds)
+            transport.round_took(seconds)
             w = node.algorithm.weights
+            await recovery.save(k, last=k == last)
             await self._measure(w)
             self._metrics.finished(k, result.expected, result.used, seconds, result.seconds)
             self._metrics.facts = result.facts
             await self._progress.finished(self._report(k, result, seconds), w)
             said = f", loss {result.facts['loss']:.4f}" if "loss" in result.facts else ""
             log.info("round %d: %d of %d neighbours%s, %.2f s", k, result.used, result.expected, said, seconds)
+            k = await recovery.go_on(k + 1) if k < last else k + 1
         await self._progress.set("finished")
 
     async def _measure(self, w: Tensor) -> None:

@@ -42,5 +42,11 @@ class Algorithm(Protocol):
     def incorporate(self, stage: str, k: int, arrived: Mapping[str, Message]) -> None:
         """Called last in a stage: fold in what came from whoever answered. After the last stage the round is done."""
 
+    def state(self) -> dict[str, Tensor]:
+        """Called between rounds: everything that the next round depends on, apart from its number."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state. What is missing but the weights "w" starts anew; ValueError where it does not fit."""
+
     def facts(self) -> dict[str, float]:
         """Figures of the finished round for logs and metrics: loss, t_star, eta, ..."""

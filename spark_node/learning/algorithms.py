@@ -1,5 +1,9 @@
 """The algorithms by name."""
 
+import hashlib
+import json
+from dataclasses import asdict
+
 from torch import Tensor, nn
 
 from spark_node.config import Config
@@ -48,3 +52,15 @@ def make_projection(config: Config, layout: ParameterLayout) -> Projection:
 def make_terms(config: Config, run: str, layout: ParameterLayout, classes: int) -> Terms:
     """What the messages of a run are about."""
     return Terms(run, layout, make_projection(config, layout).layout, classes, config.package)
+
+
+def signature(config: Config, module: nn.Module) -> str:
+    """Of the model and of every setting that all peers of a run must share."""
+    sections = ("model", "learning", "momentum", "distillation", "local")
+    shared = {name: asdict(getattr(config, name)) for name in sections}
+    wire = asdict(config.package)
+    for local in ("level", "chunk_bytes", "max_message_bytes", "max_decoded_bytes", "factor_cache_bytes", "in_memory"):
+        del wire[local]
+    said = {**shared, "package": wire, "algorithm": config.run.algorithm, "rounds": config.run.rounds}
+    text = ParameterLayout.of(module).signature + json.dumps(said, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -16,6 +16,7 @@ from spark_node.learning import schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
 from spark_node.learning.messages import Message, Weights
 from spark_node.learning.robust import average
+from spark_node.learning.state import taken_up
 from spark_node.model import ParameterLayout, flatten
 from spark_node.seeds import stream
 
@@ -53,6 +54,12 @@ class GossipSgd:
 
     def facts(self) -> dict[str, float]:
         return self._facts
+
+    def state(self) -> dict[str, Tensor]:
+        return {"w": self.w}  # momentum begins anew in every round
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.w = taken_up(state, self.w)["w"].clone()
 
     def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
         return dict.fromkeys(neighbours, Weights(self.w))

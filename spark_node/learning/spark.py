@@ -17,6 +17,7 @@ from spark_node.learning.jacobian import Form, jacobian
 from spark_node.learning.kernel import KERNELS
 from spark_node.learning.messages import Message, Package, Weights
 from spark_node.learning.robust import average, screen
+from spark_node.learning.state import taken_up
 from spark_node.model import ParameterLayout, flatten
 from spark_node.package.projection import Projection, ProjectionSpec
 from spark_node.seeds import stream
@@ -69,6 +70,16 @@ class Spark:
 
     def facts(self) -> dict[str, float]:
         return self._facts
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {"w": self.w, "v": self.v}
+        return kept if self.consensus is None else {**kept, "consensus": self.consensus}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        found = taken_up(state, self.w, ("v", "consensus"))
+        self.w, self.v = found["w"], found.get("v", torch.zeros_like(self.w))
+        self.consensus = found.get("consensus")
+        self._requests, self._own = {}, None
 
     def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
         if stage == "weights":

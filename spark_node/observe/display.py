@@ -267,7 +267,7 @@ class LiveDisplay:
         return table
 
     def _bars(self) -> RenderableType:
-        done, planned = len(self._rounds), self._config.run.rounds
+        done, planned = self._rounds[-1].round if self._rounds else 0, self._config.run.rounds
         round_now, peers_done, peers = self._now
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
@@ -290,7 +290,7 @@ class LiveDisplay:
 
     def _remaining(self) -> str:
         """The time left, from the latest rounds, or from the peers of the first one."""
-        done, planned = len(self._rounds), self._config.run.rounds
+        done, planned = self._rounds[-1].round if self._rounds else 0, self._config.run.rounds
         spent = self._clock() - self._round_began
         if self._rounds:
             recent = self._rounds[-5:]

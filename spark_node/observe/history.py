@@ -213,6 +213,7 @@ def summarise(
     test_samples: int | None = None,
     memory: Mapping[str, int] | None = None,
     environment: Mapping[str, Any] | None = None,
+    resumes: Sequence[Mapping[str, int]] = (),
 ) -> dict[str, Any]:
     """summary.json: the final figures of a run, all of them derived from its finished rounds."""
     reached = first_at(rounds, config.run.target_accuracy)
@@ -247,6 +248,7 @@ def summarise(
             "wall": wall_seconds(rounds),
             "stages": {stage: float(seconds) for stage, seconds in stages.items()},
         },
+        "resumes": [dict(said) for said in resumes],
         "memory": dict(memory or {}),
         "per_peer": {"accuracy": [finite(float(value)) for value in client_accuracy]},
         "environment": dict(environment or {}),

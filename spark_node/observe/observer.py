@@ -59,7 +59,7 @@ class Observer:
         self._control: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._pool = ThreadPoolExecutor(1)
-        self._run, self._version = "", 0
+        self._run, self._version, self._first = "", 0, 0
         self._shown = (0, 0)
 
     async def follow(self, alive: Callable[[], str | None]) -> None:
@@ -67,7 +67,8 @@ class Observer:
         finding = asyncio.create_task(self._find_members())
         began = time.time()
         try:
-            for k in range(1, self._config.run.rounds + 1):
+            await self._wait_for_start(alive)
+            for k in range(self._first, self._config.run.rounds + 1):
                 await self._wait_for(k, alive)
                 if not self._rounds[k].reports:
                     return
@@ -77,6 +78,18 @@ class Observer:
                 task.cancel()
             await asyncio.gather(finding, *self._followed.values(), return_exceptions=True)
             self._pool.shutdown(wait=False)
+
+    async def _wait_for_start(self, alive: Callable[[], str | None]) -> None:
+        """Until the peers have begun; a run that is resumed begins with a later round than the first."""
+        while self._first == 0:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
+            except TimeoutError:
+                reason = alive()
+                if reason is not None:
+                    raise RuntimeError(f"no peer is left to begin: {reason}") from None
 
     async def _wait_for(self, k: int, alive: Callable[[], str | None]) -> None:
         """Until every member that still lives has finished round k and its model has come."""
@@ -95,8 +108,8 @@ class Observer:
         self._show(k)
 
     def _complete(self, k: int) -> bool:
-        """Whoever is in a later round without having told of this one took no part in it."""
-        beyond = {name for name, progress in self._progress.items() if progress.round > k}
+        """Whoever is in a later round, or done, without having told of this one took no part in it."""
+        beyond = {name for name, seen in self._progress.items() if seen.round > k or seen.state == "finished"}
         waited_for = set(self._members) - self._gone
         return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models) and bool(self._rounds[k].models)
 
@@ -126,6 +139,7 @@ class Observer:
         if not reply.run.started or not reply.members.version:
             return
         self._version = reply.members.version
+        self._first = self._first or max(1, reply.run.first_round)
         named = {member.name: member.address for member in reply.members.members}
         self._gone |= set(self._members) - set(named)
         self._gone -= set(named)

@@ -6,8 +6,10 @@ config.toml, partition.json and rounds.jsonl grow with the run; summary.json is 
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +22,7 @@ from spark_node.observe.records import RoundRecord, RunInfo
 
 CONFIG, PARTITION, ROUNDS, SUMMARY = "config.toml", "partition.json", "rounds.jsonl", "summary.json"
 REPORT, PLOTS = "report.html", "plots"
+CHECKPOINTS, RUN_ID, RESUMES = "checkpoints", "run-id", "resumes.jsonl"
 
 _SUMMARY_TYPES: dict[str, type | tuple[type, ...]] = {
     "status": str,
@@ -45,14 +48,18 @@ class RunFolder:
         command: str = "",
         label_counts: Sequence[Sequence[int]] = (),
         clock: Callable[[], float] = time.monotonic,
+        resumed: Run | None = None,
     ) -> None:
         self.path = path
+        self._resumed = resumed
+        self._resumes: list[dict[str, int]] = []
+        self.run_id = new_run_id() if resumed is None else read_run_id(path)
         self._config = config
         self._command = command
         self._label_counts = label_counts
         self._clock = clock
         self._info: RunInfo | None = None
-        self._began = 0.0
+        self._began = self._before = 0.0
         self._environment: dict[str, Any] = {}
         self._rounds: list[Round] = []
         self._client_accuracy: tuple[float, ...] = ()
@@ -63,20 +70,34 @@ class RunFolder:
     def has_started(self) -> bool:
         return self._info is not None
 
+    @property
+    def recorded(self) -> int | None:
+        """Rounds that a run which is resumed has records of, without a gap; None for a new one."""
+        return None if self._resumed is None else len(self._resumed.rounds)
+
     def started(self, info: RunInfo) -> None:
-        check_is_free(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / CONFIG).write_text(configuration.to_toml(self._config), encoding="utf-8")
-            if self._label_counts:
-                counts = [[int(count) for count in row] for row in self._label_counts]
-                write_atomically(self.path / PARTITION, json.dumps({"label_counts": counts}) + "\n")
-            self._log = (self.path / ROUNDS).open("w", encoding="utf-8")
+            if self._resumed is None:
+                self._begin()
+            else:
+                self._resumes = _read_resumes(self.path / RESUMES)
+                (self.path / SUMMARY).unlink(missing_ok=True)
+            self._log = (self.path / ROUNDS).open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--out {self.path}: cannot be written ({error.strerror}); give another folder") from None
         self._environment = environment(self._config.run, self._command)
         self._info = info
         self._began = self._clock()
+
+    def _begin(self) -> None:
+        """The files of a new run."""
+        check_is_free(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / CONFIG).write_text(configuration.to_toml(self._config), encoding="utf-8")
+        write_atomically(self.path / RUN_ID, f"{self.run_id}\n")
+        if self._label_counts:
+            counts = [[int(count) for count in row] for row in self._label_counts]
+            write_atomically(self.path / PARTITION, json.dumps({"label_counts": counts}) + "\n")
 
     def progress(self, round: int, done: int, total: int) -> None:
         """Only finished rounds are written."""
@@ -84,6 +105,8 @@ class RunFolder:
     def round_done(self, record: RoundRecord) -> None:
         assert self._log is not None, "round_done before started"
         finished = Round.of(record)
+        if self._resumed is not None and not self._rounds:
+            self._go_back(self._resumed.rounds, record.round)
         self._log.write(json.dumps(finished.to_row()) + "\n")
         self._log.flush()
         if not self._rounds:
@@ -93,11 +116,28 @@ class RunFolder:
         for name, count in record.memory.items():
             self._memory[name] = max(count, self._memory.get(name, 0))
 
+    def _go_back(self, recorded: Sequence[Round], first: int) -> None:
+        """The first round after a resumption: rows from there on are of a past that is computed anew."""
+        assert self._log is not None
+        self._log.close()
+        again = [r for r in recorded if r.round >= first]
+        self._rounds = [r for r in recorded if r.round < first]
+        note = {"round": first, "repeated_rounds": len(again), "repeated_bytes": sum(r.bytes_total for r in again)}
+        self._resumes.append(note)
+        write_atomically(self.path / RESUMES, "".join(json.dumps(said) + "\n" for said in self._resumes))
+        write_atomically(self.path / ROUNDS, "".join(json.dumps(r.to_row()) + "\n" for r in self._rounds))
+        self._log = (self.path / ROUNDS).open("a", encoding="utf-8")
+        self._resumed = None
+        self._before = sum(r.wall for r in self._rounds)
+
     def finish(self, status: str) -> Run:
         """Write summary.json (status: complete, interrupted or failed) and hand back the run."""
         assert self._log is not None, "finish before started"
         assert self._info is not None
-        seconds = self._clock() - self._began
+        if self._resumed is not None:  # it ended before its first new round
+            self._rounds = list(self._resumed.rounds)
+            self._before = sum(r.wall for r in self._rounds)
+        seconds = self._before + self._clock() - self._began
         with contextlib.suppress(OSError):
             self._log.close()
         peak = peak_rss()
@@ -112,10 +152,38 @@ class RunFolder:
             test_samples=self._info.test_samples,
             memory={**self._memory, **({} if peak is None else {"peak_rss": peak})},
             environment={**self._environment, "load_average_at_end": load_average()},
+            resumes=self._resumes,
         )
         write_atomically(self.path / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
         counts = tuple(tuple(int(count) for count in row) for row in self._label_counts)
         return Run(self.path, self._config, tuple(self._rounds), summary, counts)
+
+
+def new_run_id() -> str:
+    """The identity of a run: what its checkpoints and messages are marked with."""
+    return secrets.token_hex(8)
+
+
+def read_run_id(path: Path) -> str:
+    """The identity of a run that is to be resumed."""
+    try:
+        return (path / RUN_ID).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        raise UserError(f"{path}: cannot be resumed: it has no {RUN_ID}") from None
+
+
+def load_resumable(path: Path) -> Run:
+    """A run that can go on; UserError where it is finished or kept no checkpoints."""
+    run = load_run(path)
+    read_run_id(path)
+    if run.status == "complete":
+        raise UserError(f"--resume {path}: the run is complete; start a new one with --config {path / CONFIG}")
+    if not run.config.checkpoint.enabled:
+        raise UserError(f"--resume {path}: the run kept no checkpoints (checkpoint.enabled = false)")
+    if [r.round for r in run.rounds] != list(range(1, len(run.rounds) + 1)):
+        whole = next(i for i, r in enumerate(run.rounds) if r.round != i + 1)
+        run = replace(run, rounds=run.rounds[:whole])
+    return run
 
 
 def check_is_free(path: Path) -> None:
@@ -160,6 +228,16 @@ def _read_rounds(file: Path) -> tuple[Round, ...]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file.name}, line {number}: not a round ({type(error).__name__}: {error})") from None
     return tuple(rounds)
+
+
+def _read_resumes(file: Path) -> list[dict[str, int]]:
+    """How often the run was resumed, and what was computed again."""
+    try:
+        return [{str(k): int(v) for k, v in json.loads(line).items()} for line in file.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{file}: not readable ({error}); remove it to resume without its counts") from None
 
 
 def _read_summary(file: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from spark_node.package.format import Terms, digest
 from spark_node.package.reader import decode, inspect
 from spark_node.package.streams import Bytes
 from spark_node.package.tensors import Coding
-from spark_node.package.writer import CodedBlock, CodedMessage, encode
+from spark_node.package.writer import CodedBlock, CodedMessage, Random, encode
 from spark_node.seeds import stream
 
 _SENT = 4096
@@ -99,6 +99,16 @@ class PeerCodec:
         with self._lock:
             return inspect(data, self.terms, k=k, sender=sender, held=self._held.get)
 
+    def state(self) -> dict[str, Tensor]:
+        """What later messages depend on. The caches only save bytes: whoever starts anew sends and gets all again."""
+        with self._lock:
+            return dict(self.feedback)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state; an empty one owes nothing."""
+        with self._lock:
+            self.feedback = {name: tensor.to(self._device) for name, tensor in state.items()}
+
     def _encode_once(self, message: Message, k: int) -> CodedMessage:
         kind = "request" if isinstance(message, Weights) and message.request else message.kind
         latest = self._latest.get(kind)
@@ -144,12 +154,17 @@ class PeerCodec:
             if sent.v is not None and seen.v is not None:
                 self.feedback["v"] = sent.v - seen.v
 
-    def _memo(self, tensor: Tensor, coding: Coding, make: Callable[[], CodedBlock]) -> CodedBlock:
-        """A factor that was coded before is found by its content."""
+    def _memo(self, tensor: Tensor, coding: Coding, random: Random, make: Callable[[Random], CodedBlock]) -> CodedBlock:
+        """A factor that was coded before is found by its content.
+
+        Its rounding follows from its content too, not from the round in which it is met first: a peer that starts
+        again, and remembers no factors, codes it the same way.
+        """
         name = digest(repr(tuple(tensor.shape)).encode(), tensor.detach().cpu().contiguous().numpy().data)
         key = (name, coding)
         if key not in self._coded:
-            self._coded[key] = make()
+            own = None if random is None else stream(self._seed, "rounding", self.peer, "factor", name.hex())
+            self._coded[key] = make(own)
         self._coded.move_to_end(key)
         while len(self._coded) > _CODED:
             self._coded.popitem(last=False)

@@ -63,12 +63,13 @@ class CodedMessage:
         return tuple(coded.block.digest for coded in self.blocks if coded.static)
 
 
-Memo = Callable[[Tensor, Coding, Callable[[], CodedBlock]], CodedBlock]
-"""(tensor, coding, code it) -> its block, perhaps from an earlier round."""
+Random = np.random.Generator | None
+Memo = Callable[[Tensor, Coding, Random, Callable[[Random], CodedBlock]], CodedBlock]
+"""(tensor, coding, the message's stream, code it with a stream) -> its block, perhaps from an earlier round."""
 
 
-def _no_memo(_: Tensor, __: Coding, make: Callable[[], CodedBlock]) -> CodedBlock:
-    return make()
+def _no_memo(_: Tensor, __: Coding, random: Random, make: Callable[[Random], CodedBlock]) -> CodedBlock:
+    return make(random)
 
 
 def encode(
@@ -188,19 +189,24 @@ class _PackageWriter:
             yield from coded
 
     def _floats(self, tensor: Tensor, coding: Coding, role: pb.Role, layer: int) -> CodedBlock:
+        return self._rounded(tensor, coding, role, layer, self._random)
+
+    def _rounded(self, tensor: Tensor, coding: Coding, role: pb.Role, layer: int, random: Random) -> CodedBlock:
         values = _numpy(tensor)
         rows = rows_of(role, values.shape)
-        return _finish(tensors.encode(values, coding, rows, self._level, self._random), role, layer)
+        return _finish(tensors.encode(values, coding, rows, self._level, random), role, layer)
 
     def _inputs(self, layer: FactoredLayer, i: int) -> CodedBlock:
         if i > 0:
             return self._floats(layer.inputs, self._codings.inputs, pb.ROLE_INPUTS, i)
 
-        def make() -> CodedBlock:
-            made = self._floats(layer.inputs, self._codings.first_inputs, pb.ROLE_INPUTS, i)
+        coding = self._codings.first_inputs
+
+        def make(random: Random) -> CodedBlock:
+            made = self._rounded(layer.inputs, coding, pb.ROLE_INPUTS, i, random)
             return CodedBlock(made.block, made.streams, static=True)
 
-        return self._memo(layer.inputs, self._codings.first_inputs, make)
+        return self._memo(layer.inputs, coding, self._random, make)
 
     def _signals(
         self, signals: Signals, above: LayerJacobian | None, after: CodedBlock | None, i: int

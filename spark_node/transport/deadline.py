@@ -6,6 +6,8 @@ from statistics import median
 _REMEMBERED = 64
 _ENOUGH = 5
 _ROUNDS = 3
+_ENDURANCE = 30
+"""Failures in a row after which a grant shrinks no more."""
 
 
 class Deadlines:
@@ -37,3 +39,30 @@ class Deadlines:
         spread = median(abs(wait - middle) for wait in waits)
         expected = max(middle + self._spread * spread, 2 * max(self._rounds))
         return min(max(expected, self._floor), self._ceiling)
+
+
+class Suspicion:
+    """How much of a deadline each neighbour is granted: half for every time in a row that it failed, down to a floor.
+
+    So a process that hangs costs its neighbours one deadline, and then ever less. Anything that it says forgives it.
+    """
+
+    def __init__(self, floor: float) -> None:
+        self._floor = floor
+        self._failures: dict[str, int] = {}
+
+    def failed(self, peer: str) -> None:
+        """It was silent until its time was up, or could not be reached."""
+        self._failures[peer] = self._failures.get(peer, 0) + 1
+
+    def heard(self, peer: str) -> None:
+        """Something of it came in time."""
+        self._failures.pop(peer, None)
+
+    def suspects(self, peer: str) -> bool:
+        return peer in self._failures
+
+    def granted(self, peer: str, deadline: float) -> float:
+        """Seconds that this neighbour gets where others get `deadline`."""
+        failures = min(self._failures.get(peer, 0), _ENDURANCE)
+        return max(min(self._floor, deadline), deadline * 0.5**failures)

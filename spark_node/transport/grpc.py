@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from spark_node.membership import Roster
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
 from spark_node.package.peer import PeerCodec
-from spark_node.transport.deadline import Deadlines
+from spark_node.package.reader import decode
+from spark_node.transport.deadline import Deadlines, Suspicion
 from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
 
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _SECOND_LOOK = 0.5
 """Seconds between the two looks that find a connection broken."""
-_STREAM, _WHOLE = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole"
+_STREAM, _WHOLE, _MODEL = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole", "/spark.v1.Peer/Model"
 AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY)
 """Answers after which the same message is sent again a little later."""
 _WILL_NOT_COME = (pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN)
@@ -66,6 +68,8 @@ class Traffic:
     """Messages of this peer that a neighbour did not take."""
     observed: Counter[str] = field(default_factory=Counter)
     """Bytes handed to observers, by kind."""
+    suspected: Counter[str] = field(default_factory=Counter)
+    """Waits for a neighbour that were shortened because it had failed before."""
 
 
 def kind_of(message: Message) -> str:
@@ -90,10 +94,12 @@ class GrpcTransport:
         self._compute = compute
         self.mailbox = Mailbox(network.ahead)
         self.deadlines = Deadlines(network.deadline_floor, network.deadline_ceiling, network.deadline_spread)
+        self.suspicion = Suspicion(network.suspicion_floor)
         self._channels: dict[str, aio.Channel] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
-        self._receiving = 0
+        self._receiving, self._wasted = 0, 0.0
+        self._standing: dict[str, int] = {}
         self.on_newer_members: Callable[[], None] = lambda: None
 
     # What a round calls.
@@ -108,7 +114,7 @@ class GrpcTransport:
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
-        limit = self.deadlines.of(stage)
+        limit = self.suspicion.granted(peer, self.deadlines.of(stage))
         try:
             async with asyncio.timeout(limit):
                 reason = await self._deliver(peer, stage, k, message)
@@ -129,21 +135,31 @@ class GrpcTransport:
 
     async def gather(self, stage: str, k: int, peers: Iterable[str], deadline: float | None) -> dict[str, Message]:
         """The sound messages of these neighbours: all, or those that came in time."""
-        wanted = set(peers)
+        wanted, expired = set(peers), set[str]()
 
         def due() -> set[str]:
-            return wanted - self._lost[k]
+            return wanted - self._lost[k] - expired
 
         limit = self.deadlines.of(stage) if deadline is None else deadline
+        granted = {peer: self.suspicion.granted(peer, limit) for peer in wanted}
+        self.traffic.suspected.update(peer for peer in wanted if self.suspicion.suspects(peer))
         watching = [asyncio.create_task(self._watch(k, peer)) for peer in wanted]
+        watching += [asyncio.create_task(self._expire(p, granted[p], expired)) for p in wanted if granted[p] < limit]
+        start, arrivals = time.monotonic(), [0.0]
         try:
-            found = await self.mailbox.take(k, stage, due, limit, lambda s: self.deadlines.seen(stage, s))
+            found = await self.mailbox.take(k, stage, due, limit, arrivals.append)
         finally:
             for task in watching:
                 task.cancel()
-        for peer in wanted - set(found) - self._lost[k]:
-            log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, limit)
+        for seconds in arrivals[1:]:
+            self.deadlines.seen(stage, seconds)
+        late = wanted - set(found) - self._lost[k]
+        if late:
+            self._wasted += time.monotonic() - start - arrivals[-1]
+        for peer in late:
+            log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, granted[peer])
             self.traffic.refused["late"] += 1
+            self.suspicion.failed(peer)
         messages: dict[str, Message] = {}
         for peer in sorted(wanted & set(found)):
             try:
@@ -152,6 +168,36 @@ class GrpcTransport:
                 log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
                 self.traffic.refused[error.refusal.value] += 1
         return messages
+
+    def round_took(self, seconds: float) -> None:
+        """A round is over. The wait for those who never came says nothing about how long rounds take."""
+        self.deadlines.round_took(max(0.0, seconds - self._wasted))
+        self._wasted = 0.0
+
+    def network_round(self, k: int) -> int:
+        """The round that at least half of round k's neighbours have reached, as far as they have said; at least k.
+
+        A few that claim to be far ahead cannot move it.
+        """
+        reached = sorted(self._standing.get(peer, 0) for peer in self.roster.neighbours(self.peer, k))
+        return max(k, reached[(len(reached) - 1) // 2]) if reached else k
+
+    async def newest_model(self, peer: str) -> Weights | None:
+        """A member's newest model, for a peer that comes late or was cut off; None where it has none."""
+        call = self._channel(peer).unary_stream(
+            _MODEL,
+            request_serializer=pb.ModelRequest.SerializeToString,
+            response_deserializer=pb.ModelReply.FromString,
+        )
+        whole = Assembly(self._package.max_message_bytes)
+        async for reply in call(pb.ModelRequest(run=self.codec.terms.run, member=self.peer)):
+            if not reply.found:
+                return None
+            whole.add(reply.chunk)
+        data = whole.finish()
+        self.traffic.received[(peer, "weights")] += len(data)
+        found: Message = await self._compute(lambda: decode(data, self.codec.terms, sender=peer).message)
+        return found if isinstance(found, Weights) else None
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -206,6 +252,7 @@ class GrpcTransport:
                 receipt = await call(parts())
         finally:
             self.traffic.sent[(peer, kind)] += count
+        self._standing[peer] = receipt.round
         self.traffic.raw[(peer, kind)] += message.nbytes
         self.traffic.messages[(peer, kind)] += 1
         return receipt
@@ -237,9 +284,17 @@ class GrpcTransport:
                     return
             await channel.wait_for_state_change(state)
 
+    async def _expire(self, peer: str, seconds: float, expired: set[str]) -> None:
+        """A neighbour under suspicion is not waited for as long as the others."""
+        await asyncio.sleep(seconds)
+        expired.add(peer)
+        await self.mailbox.give_up()
+
     async def _lose(self, k: int, peer: str, reason: str) -> None:
         """Nobody waits for a peer that cannot be reached, or that is in a later round or another graph."""
         self.traffic.rejected[reason] += 1
+        if peer not in self._lost[k] and reason == "unreachable":
+            self.suspicion.failed(peer)
         self._lost[k].add(peer)
         await self.mailbox.give_up()
 
@@ -278,6 +333,7 @@ class GrpcTransport:
         reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)  # the world moved meanwhile
         if reason != pb.REASON_NONE:
             return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+        self.suspicion.heard(envelope.sender)
         await self.mailbox.put(envelope.round, envelope.stage, envelope.sender, data)
         return pb.Receipt(round=self.mailbox.round)
 

@@ -37,7 +37,14 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch, no_plots: None) -> Callable[[Runner], None]:
     """Put a fake in the place of the engine."""
-    return lambda fake: monkeypatch.setattr("spark_node.launch.memory.run_in_memory", fake)
+
+    def put(fake: Runner) -> None:
+        def run(config: Config, dataset: Any, partition: Any, watcher: Watcher, *_: object) -> None:
+            fake(config, dataset, partition, watcher)
+
+        monkeypatch.setattr("spark_node.launch.memory.run_in_memory", run)
+
+    return put
 
 
 def goes_well(config: Config, dataset: Any, partition: Any, watcher: Watcher) -> None:
@@ -197,7 +204,7 @@ def test_a_run_that_goes_well_leaves_a_run_folder(
     assert captured.out == ""
     assert "80% reached after 3 rounds" in captured.err
     names = {p.name for p in (tmp_path / "mine").iterdir()}
-    assert names == {"config.toml", "partition.json", "plots", "report.html", "rounds.jsonl", "summary.json"}
+    assert names == {"config.toml", "partition.json", "plots", "report.html", "rounds.jsonl", "run-id", "summary.json"}
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert summary["environment"]["command"] == f"spark-dfl run {' '.join(SMALL)} --out mine"
     counts = json.loads((tmp_path / "mine" / "partition.json").read_text())["label_counts"]

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator import registry as module
 from orchestrator.main import SteadyClock
-from orchestrator.registry import MAX_ROUND, Event, Member, MemberList, Refusal, Refused, Registry, Terms
+from orchestrator.registry import MAX_ROUND, Event, Member, MemberList, Refusal, Refused, Registry, Terms, agreed_round
 from spark_node.config import TopologySettings
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import orchestrator_pb2 as pb
@@ -480,6 +480,72 @@ def test_a_pause_of_the_process_costs_nobody_the_lease() -> None:
     for pause, passed in ((4.0, 4.0), (100.0, 9.0), (5.0, 14.0), (0.0, 14.0)):
         real.now += pause
         assert steady() - began == passed
+
+
+# Going on after everything was killed
+
+
+@pytest.mark.parametrize(
+    ("held", "recorded", "agreed"),
+    [
+        ([{1, 2, 3}, {2, 3, 4}, {1, 2, 3}], 99, 3),
+        ([{1, 2, 3}, {2, 3, 4}, {1, 2, 3}], 2, 2),
+        ([{12, 13}, {13, 14}], 11, 13),  # rows are missing anyway; thirteen rounds are not computed again for them
+        ([{1, 2}, {1, 2}], 0, 0),  # two are
+        ([{5, 6}, {5, 6}, {1}], 99, 6),  # one that was away for long does not hold up the others
+        ([{5}, {6}], 99, 0),
+        ([set(), set()], 99, 0),
+        ([], 99, 0),
+    ],
+)
+def test_the_agreed_round_is_the_newest_that_all_or_most_hold(held: list[set[int]], recorded: int, agreed: int) -> None:
+    assert agreed_round(held, recorded) == agreed
+
+
+def test_peers_with_checkpoints_start_after_the_newest_that_all_hold() -> None:
+    room = Room(first_version=100)
+    for name, held in (("a", [4, 5]), ("b", [5, 6]), ("c", [5]), ("d", [3, 4, 5])):
+        room.registry.join("monday", member(name), "sig", held=held)
+    assert room.registry.started
+    assert (room.registry.first_round, room.registry.newest.from_round) == (6, 6)
+    assert room.told("start") == ["the run starts with 4 of 4 peers, from round 6 on"]
+    assert room.renew("a") == (True, room.registry.newest)
+    room.leave("d")
+    assert room.registry.newest.from_round == 7  # not two: the others are about to begin round 6
+
+
+def test_a_late_peer_with_checkpoints_changes_no_start() -> None:
+    room = started("a", "b", "c")
+    room.registry.join("monday", member("d"), "sig", held=[7])
+    assert room.registry.first_round == 1
+
+
+@pytest.mark.parametrize("held", [[0], [MAX_ROUND + 1], range(1, 1002)])
+def test_impossible_checkpoints_are_malformed(held: list[int]) -> None:
+    with pytest.raises(Refused, match="held") as caught:
+        Room().registry.join("monday", member("a"), "sig", held=held)
+    assert caught.value.reason is Refusal.MALFORMED
+
+
+def test_a_list_that_was_replaced_before_a_peer_heard_of_it_is_sent_along() -> None:
+    """a is in round 9 and hears of both lists at once; in rounds 10 and 11 the first of them holds."""
+    room = started("a", "b", "c", "d", "e")
+    start = room.registry.version
+    for name in "abcde":
+        room.renew(name, 8, start)
+    room.leave("e", 8)
+    second = room.renew("b", 9, start)[1]
+    assert second is not None
+    assert second.from_round == 10
+    room.renew("b", 10, second.version)
+    room.leave("d", 9)
+    news = room.renew("a", 9, start)[1]
+    assert news is not None
+    assert news.from_round == 12
+    assert room.registry.before(news, start) == (second,)
+    assert room.registry.before(news, second.version) == ()
+    assert room.registry.before(None, start) == ()
+    assert room.registry.before(news, 0) == ()  # a newcomer is in none of those rounds
 
 
 # Whatever happens

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spark_node import config as configuration
 from spark_node.errors import UserError
 from spark_node.observe.history import Round
-from spark_node.observe.run_folder import RunFolder, check_is_free, load_run
+from spark_node.observe.run_folder import RunFolder, check_is_free, load_resumable, load_run
 from tests.unit.fabricated import INFO, LABEL_COUNTS, bare_records, record, settings, write_run
 
 SUMMARY_OF_THE_DESIGN = {
@@ -45,7 +45,7 @@ def test_nothing_is_on_disk_before_the_run_has_started(tmp_path: Path) -> None:
     assert not path.parent.exists()
     folder.started(INFO)
     assert folder.has_started
-    assert sorted(p.name for p in path.iterdir()) == ["config.toml", "rounds.jsonl"]
+    assert sorted(p.name for p in path.iterdir()) == ["config.toml", "rounds.jsonl", "run-id"]
 
 
 def test_the_configuration_reads_back_to_the_same(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_the_name_of_the_host_is_not_written(tmp_path: Path) -> None:
 def test_no_temporary_file_stays_behind(tmp_path: Path) -> None:
     write_run(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"config.toml", "partition.json", "rounds.jsonl", "summary.json"}
+    assert names == {"config.toml", "partition.json", "rounds.jsonl", "run-id", "summary.json"}
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -241,3 +241,61 @@ def test_every_row_reads_back_to_the_same_round(
 ) -> None:
     written = Round.of(record(3, accuracy, client_accuracy=tuple(clients), loss=loss, bytes_sent=sent))
     assert Round.from_row(json.loads(json.dumps(written.to_row()))) == written
+
+
+def interrupted(path: Path, rounds: int) -> str:
+    """A run that was killed after some rounds, in the middle of a row; its identity."""
+    folder = RunFolder(path, settings())
+    folder.started(INFO)
+    for k in range(1, rounds + 1):
+        folder.round_done(record(k, 0.1 * k))
+    with (path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 9, "half')
+    return folder.run_id
+
+
+def test_a_resumed_run_goes_on_without_duplicates_or_gaps(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    identity = interrupted(path, rounds=5)
+    again = RunFolder(path, settings(), resumed=load_resumable(path))
+    assert (again.run_id, again.recorded) == (identity, 5)
+    again.started(INFO)
+    for k in (4, 5, 6):
+        again.round_done(record(k, 0.2))
+        assert [row["round"] for row in rows_of(path)] == list(range(1, k + 1))
+    summary = again.finish("complete").summary
+    assert summary["rounds"] == 6
+    assert summary["bytes_sent"]["total"] == 6 * 3030
+    assert summary["resumes"] == [{"round": 4, "repeated_rounds": 2, "repeated_bytes": 2 * 3030}]
+    assert load_run(path).bytes_after[-1] == 6 * 3030
+
+
+def test_a_run_that_is_killed_again_counts_every_resumption(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    interrupted(path, rounds=5)
+    for first in (5, 4):
+        folder = RunFolder(path, settings(), resumed=load_resumable(path))
+        folder.started(INFO)
+        folder.round_done(record(first, 0.2))
+    summary = folder.finish("interrupted").summary
+    assert [found["round"] for found in summary["resumes"]] == [5, 4]
+    assert summary["rounds"] == 4
+
+
+def test_a_resumption_that_ends_before_its_first_round_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    interrupted(path, rounds=3)
+    folder = RunFolder(path, settings(), resumed=load_resumable(path))
+    folder.started(INFO)
+    assert folder.finish("interrupted").summary["rounds"] == 3
+    assert load_resumable(path).rounds == load_run(path).rounds
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path / "done")
+    with pytest.raises(UserError, match="complete"):
+        load_resumable(tmp_path / "done")
+    interrupted(tmp_path / "old", rounds=1)
+    (tmp_path / "old" / "run-id").unlink()
+    with pytest.raises(UserError, match="no run-id"):
+        load_resumable(tmp_path / "old")

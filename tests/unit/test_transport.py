@@ -19,7 +19,7 @@ from spark_node.launch.slots import Slots
 from spark_node.membership import Roster
 from spark_node.package.errors import PackageError
 from spark_node.transport import frames
-from spark_node.transport.deadline import Deadlines
+from spark_node.transport.deadline import Deadlines, Suspicion
 from spark_node.transport.mailbox import Mailbox
 
 # Deadlines
@@ -48,6 +48,29 @@ def test_a_deadline_is_the_median_and_k_deviations_within_floor_and_ceiling() ->
     for _ in range(64):
         deadlines.seen("package", 1000.0)
     assert deadlines.of("package") == 100.0
+
+
+def test_each_failure_in_a_row_halves_what_a_neighbour_is_granted_and_a_word_of_it_forgives() -> None:
+    suspicion = Suspicion(floor=1.0)
+    grants = []
+    for _ in range(8):
+        grants.append(suspicion.granted("a", 40.0))
+        suspicion.failed("a")
+    assert grants == [40.0, 20.0, 10.0, 5.0, 2.5, 1.25, 1.0, 1.0]
+    assert suspicion.suspects("a")
+    assert suspicion.granted("b", 40.0) == 40.0
+    assert suspicion.granted("a", 0.5) == 0.5  # the floor lengthens nothing
+    suspicion.heard("a")
+    assert not suspicion.suspects("a")
+    assert suspicion.granted("a", 40.0) == 40.0
+
+
+@given(failures=st.integers(0, 5000), floor=st.floats(0.01, 100), deadline=st.floats(0.01, 1e5))
+def test_a_grant_is_never_below_the_floor_or_above_the_deadline(failures: int, floor: float, deadline: float) -> None:
+    suspicion = Suspicion(floor)
+    for _ in range(failures):
+        suspicion.failed("a")
+    assert min(floor, deadline) <= suspicion.granted("a", deadline) <= deadline
 
 
 # Mailbox
@@ -136,6 +159,18 @@ def test_whoever_is_left_has_a_graph_of_the_nearest_degree(members: int, degree:
         neighbours = {peer: roster.neighbours(peer, k) for peer in roster.members(k)}
         assert all(neighbours.values())
         assert all(peer in neighbours[other] for peer, others in neighbours.items() for other in others)
+
+
+def test_the_next_round_of_a_peer_is_the_first_whose_list_has_it() -> None:
+    roster = Roster(0, TopologySettings("ring", 2, True))
+    first = {f"peer-{i}": f"h:{i}" for i in range(5)}
+    roster.add(10, 3, first)
+    assert roster.round_with("peer-1", 1) == 3
+    assert roster.round_with("peer-1", 7) == 7
+    roster.add(11, 6, {name: a for name, a in first.items() if name != "peer-1"})
+    roster.add(12, 9, first)
+    assert [roster.round_with("peer-1", k) for k in (5, 6, 8, 9, 12)] == [5, 9, 9, 9, 12]
+    assert roster.round_with("stranger", 4) == 4
 
 
 # Frames

@@ -43,48 +43,56 @@ class Members(_message.Message):
     def __init__(self, version: _Optional[int] = ..., from_round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class RunDescription(_message.Message):
-    __slots__ = ("run", "seed", "topology", "degree", "fresh", "started")
+    __slots__ = ("run", "seed", "topology", "degree", "fresh", "started", "first_round")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     DEGREE_FIELD_NUMBER: _ClassVar[int]
     FRESH_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROUND_FIELD_NUMBER: _ClassVar[int]
     run: str
     seed: int
     topology: str
     degree: int
     fresh: bool
     started: bool
-    def __init__(self, run: _Optional[str] = ..., seed: _Optional[int] = ..., topology: _Optional[str] = ..., degree: _Optional[int] = ..., fresh: _Optional[bool] = ..., started: _Optional[bool] = ...) -> None: ...
+    first_round: int
+    def __init__(self, run: _Optional[str] = ..., seed: _Optional[int] = ..., topology: _Optional[str] = ..., degree: _Optional[int] = ..., fresh: _Optional[bool] = ..., started: _Optional[bool] = ..., first_round: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "member", "signature", "round", "version")
+    __slots__ = ("run", "member", "signature", "round", "version", "held")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     run: str
     member: Member
     signature: str
     round: int
     version: int
-    def __init__(self, run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., signature: _Optional[str] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., signature: _Optional[str] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("refusal", "detail", "run", "members", "lease_seconds")
+    __slots__ = ("refusal", "detail", "run", "members", "lease_seconds", "round", "before")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
     refusal: JoinRefusal
     detail: str
     run: RunDescription
     members: Members
     lease_seconds: float
-    def __init__(self, refusal: _Optional[_Union[JoinRefusal, str]] = ..., detail: _Optional[str] = ..., run: _Optional[_Union[RunDescription, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    round: int
+    before: _containers.RepeatedCompositeFieldContainer[Members]
+    def __init__(self, refusal: _Optional[_Union[JoinRefusal, str]] = ..., detail: _Optional[str] = ..., run: _Optional[_Union[RunDescription, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., round: _Optional[int] = ..., before: _Optional[_Iterable[_Union[Members, _Mapping]]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("run", "name", "address", "round", "version")
@@ -101,14 +109,16 @@ class RenewRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("known", "started", "members")
+    __slots__ = ("known", "started", "members", "before")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
     known: bool
     started: bool
     members: Members
-    def __init__(self, known: _Optional[bool] = ..., started: _Optional[bool] = ..., members: _Optional[_Union[Members, _Mapping]] = ...) -> None: ...
+    before: _containers.RepeatedCompositeFieldContainer[Members]
+    def __init__(self, known: _Optional[bool] = ..., started: _Optional[bool] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., before: _Optional[_Iterable[_Union[Members, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "name", "address", "round")

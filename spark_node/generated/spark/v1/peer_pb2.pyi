@@ -86,12 +86,14 @@ class Receipt(_message.Message):
     def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
-    __slots__ = ("run", "round")
+    __slots__ = ("run", "round", "member")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     run: str
     round: int
-    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+    member: str
+    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., member: _Optional[str] = ...) -> None: ...
 
 class ModelReply(_message.Message):
     __slots__ = ("found", "chunk")

@@ -74,7 +74,7 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Model(self, request, context):
-        """The peer's model after a round, for an authorised observer.
+        """The peer's model after a round, for an authorised observer, and for a member that comes late or was cut off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

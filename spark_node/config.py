@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import pairwise
@@ -275,10 +275,10 @@ def load(
         layers.append((str(file), file_layer(file)))
     layers.append(("environment", _from_environment(os.environ if environment is None else environment)))
     layers.append(("flags", flags or {}))
-    return _apply(Config(), layers)
+    return compose(layers)
 
 
-def compose(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
+def compose(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
     """The defaults with layers (where from, {"section.key": value}) on top, weakest first, all of them checked."""
     return _apply(Config(), layers)
 

@@ -112,7 +112,7 @@ def _one(
     from spark_node.compare.results import Results
     from spark_node.compare.runner import Runner
 
-    runner = Runner(folder, study.cells(flags), args.jobs, reuse)
+    runner = Runner(folder, study.cells(flags), args.jobs or study.jobs, reuse)
     with progress.choose(study.title, args.quiet) as shown:
         outcomes, interrupted = runner.run(shown)
     results = Results(study, outcomes, runner.jobs)

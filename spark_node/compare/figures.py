@@ -107,13 +107,13 @@ def accuracy_vs_value(results: Results) -> Figure | None:
 
 def time_and_memory(results: Results) -> Figure | None:
     """Seconds of one peer's round by stage, and the most memory that a run held: a bar a point of the grid."""
-    rows = [(name, runs) for name, runs in _groups(results) if any(run.stages for run in runs)]
+    rows = [(name, runs) for name, runs in _groups(results) if any(_computing(run) for run in runs)]
     if not rows:
         return None
     height = 2.0 + 0.42 * max(len(rows), 3)
     figure = Figure(figsize=(11, height), layout="constrained", facecolor=SURFACE)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1.2))
-    stages = list(dict.fromkeys(stage for _, runs in rows for run in runs for stage in run.stages))
+    stages = list(dict.fromkeys(stage for _, runs in rows for run in runs for stage in _computing(run)))
     base = np.zeros(len(rows))
     for index, stage in enumerate(stages):
         seconds = np.array([np.mean([_stage_seconds(run, stage) for run in runs]) for _, runs in rows])
@@ -121,7 +121,7 @@ def time_and_memory(results: Results) -> Figure | None:
             range(len(rows)), seconds, left=base, height=0.66, label=stage, color=plots.colour(index), linewidth=0
         )
         base += seconds
-    left.set_xlabel("seconds of one peer's round, by stage")
+    left.set_xlabel("seconds that one peer computes in a round")
     held = [np.mean([measured.memory(run) for run in runs]) for _, runs in rows]
     right.barh(range(len(rows)), [0 if math.isnan(h) else h for h in held], height=0.66, color=plots.colour(7))
     right.xaxis.set_major_locator(MaxNLocator(nbins=4))
@@ -196,6 +196,8 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
         if not clients:
             _mark_target(axes, results)
         plots.titled(figure, axes, column_name(column) if len(columns) > 1 else title)
+        if len(columns) > 1:
+            axes.set_title(column_name(column), loc="left", fontsize=12.5, fontweight="normal", color=INK)
     tops = [float(np.nanmax(curve.mean)) for curves in found.values() for curve in curves.values()]
     lows = [float(np.nanmin(curve.mean)) for curves in found.values() for curve in curves.values()]
     top = max([*tops, *([] if clients else results.targets)])
@@ -233,11 +235,10 @@ def _mark_target(axes: Axes, results: Results) -> None:
         axes.axhline(target, color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
             f"target {wording.target(target)}",
-            (1, target),
+            (0, target),
             xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
+            xytext=(4, 3),
             textcoords="offset points",
-            horizontalalignment="right",
             color=FAINT,
             fontsize=10,
         )
@@ -262,7 +263,9 @@ def _value_line(
     style = plots.line_style(index if name is not None else int(clients), len(places))
     kind = "clients" if clients else "aggregated"
     style |= {"linestyle": "--" if clients else "-", "alpha": 0.75 if clients else 1.0}
-    axes.errorbar(places, mean, yerr=deviation, capsize=3, label=f"{name}, {kind}" if name else kind, **style)
+    axes.errorbar(
+        places, mean, yerr=deviation, capsize=3, elinewidth=1.4, label=f"{name}, {kind}" if name else kind, **style
+    )
 
 
 def _dots(axes: Axes, results: Results, groups: Sequence[Sequence[Run]]) -> None:
@@ -273,7 +276,7 @@ def _dots(axes: Axes, results: Results, groups: Sequence[Sequence[Run]]) -> None
     low, high = axes.get_xlim()
     middle, half = (low + high) / 2, max((high - low) / 2, 0.01)
     axes.set_xlim(middle - half, middle + half)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=_decimals(axes.get_xlim())))
     axes.set_xlabel("aggregated test accuracy")
 
@@ -281,6 +284,11 @@ def _dots(axes: Axes, results: Results, groups: Sequence[Sequence[Run]]) -> None
 def _groups(results: Results) -> list[tuple[str, list[Run]]]:
     points: list[tuple[str, Column]] = [(row, column) for row in results.rows for column in results.columns]
     return [(", ".join((row, *column)), runs) for row, column in points if (runs := results.runs(row, column))]
+
+
+def _computing(run: Run) -> list[str]:
+    """The stages in which a peer computes; how long it waits for others depends on what runs beside it."""
+    return [stage for stage, seconds in run.stages.items() if seconds > 0 and not stage.startswith("waiting")]
 
 
 def _stage_seconds(run: Run, stage: str) -> float:

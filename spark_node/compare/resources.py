@@ -11,6 +11,7 @@ from spark_node.observe.history import Run
 _MB = 10**6
 _PROCESS, _WORKER = 450 * _MB, 250 * _MB
 _PEER_IN_MEMORY, _PEER_PROCESS = 3 * _MB, 30 * _MB
+_CLASSES = 10
 _SHARE = 0.8
 """Part of the free memory that a comparison may take."""
 
@@ -36,7 +37,9 @@ def estimated_memory(config: Config) -> int:
     if config.run.transport == "grpc":
         return _PROCESS + peers * _PEER_PROCESS
     kernel = (samples * (config.topology.degree + 1)) ** 2 * 4
-    return _PROCESS + _WORKER + peers * (_PEER_IN_MEMORY + samples * 8_000) + 4 * kernel
+    flat = config.package.sketch_size if config.package.projection == "flat" else 0
+    packages = peers * config.topology.degree * samples * _CLASSES * flat * 4 // config.learning.subsample
+    return _PROCESS + _WORKER + peers * (_PEER_IN_MEMORY + samples * 8_000) + 4 * kernel + packages
 
 
 def measured_memory(runs: Iterable[Run]) -> int | None:

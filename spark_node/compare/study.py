@@ -70,6 +70,8 @@ class Study:
     is_quick: bool = False
     at_round: int | None = None
     """The round whose accuracy is compared; without it the last that all runs have."""
+    jobs: int | None = None
+    """Runs at once; a study that measures time sets 1."""
     tables: tuple[str, ...] = TABLES
     plots: tuple[str, ...] = PLOTS
     published: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)

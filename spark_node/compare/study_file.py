@@ -10,7 +10,20 @@ from spark_node import config as configuration
 from spark_node.compare.study import PLOTS, PUBLISHED, TABLES, Axis, AxisValue, Study, StudyError, column_name, label_of
 from spark_node.errors import ConfigError
 
-_KEYS = ("title", "question", "paper", "seeds", "at_round", "tables", "plots", "base", "vary", "quick", "published")
+_KEYS = (
+    "title",
+    "question",
+    "paper",
+    "seeds",
+    "at_round",
+    "jobs",
+    "tables",
+    "plots",
+    "base",
+    "vary",
+    "quick",
+    "published",
+)
 _KEYS_QUICK = ("seeds", "at_round", "base", "vary")
 _SEEDS_HIGHEST = 2**63 - 1
 
@@ -54,7 +67,8 @@ class _Reader:
             seeds=self._seeds(tree, "seeds"),
             preset=preset,
             base=self._settings({key: value for key, value in base.items() if key != "preset"}, "base"),
-            at_round=self._round(tree, "at_round"),
+            at_round=self._count(tree, "at_round"),
+            jobs=self._count(tree, "jobs"),
             tables=self._names(tree, "tables", TABLES),
             plots=self._names(tree, "plots", PLOTS),
             published=self._published(tree),
@@ -67,7 +81,7 @@ class _Reader:
         if not part:
             raise self._error("quick", None, "a [quick] table with seeds, base settings and axes of the quick size")
         self._known(part, _KEYS_QUICK, "quick.")
-        small = replace(study, is_quick=True, published={}, at_round=self._round(part, "at_round", "quick."))
+        small = replace(study, is_quick=True, published={}, at_round=self._count(part, "at_round", "quick."))
         if "seeds" in part:
             small = replace(small, seeds=self._seeds(part, "seeds", "quick."))
         small = replace(small, quick=self._settings(self._table(part, "base", "quick."), "quick.base"))
@@ -151,10 +165,10 @@ class _Reader:
             raise self._error(f"{prefix}{key}", seeds, "a list of different whole numbers, for example [0, 1, 2]")
         return tuple(seeds)
 
-    def _round(self, tree: Mapping[str, Any], key: str, prefix: str = "") -> int | None:
+    def _count(self, tree: Mapping[str, Any], key: str, prefix: str = "") -> int | None:
         value = tree.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise self._error(f"{prefix}{key}", value, "a round, from 1")
+            raise self._error(f"{prefix}{key}", value, "a whole number from 1")
         return value
 
     def _names(self, tree: Mapping[str, Any], key: str, allowed: Sequence[str]) -> tuple[str, ...]:

@@ -8,21 +8,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from spark_node import config as configuration
 from spark_node.compare import resources
-from spark_node.compare.study import Cell, same_run
+from spark_node.compare.study import Cell, fingerprint, same_run
 from spark_node.errors import UserError
 from spark_node.observe.history import Run
-from spark_node.observe.run_folder import ROUNDS, load_run
+from spark_node.observe.run_folder import CONFIG, ROUNDS, SUMMARY, load_run
 
 CELLS, CONFIGS, LOGS, ASIDE, LOCK = "cells", "configs", "logs", "aside", ".lock"
+RUN = (sys.executable, "-m", "spark_node", "run")
 _POLL_SECONDS = 0.3
 _GRACE_SECONDS = 20.0
 
@@ -64,8 +66,14 @@ class Runner:
     """The folder of a comparison and its processes."""
 
     def __init__(
-        self, folder: Path, cells: Sequence[Cell], jobs: int | None = None, reuse: Sequence[Path] = ()
+        self,
+        folder: Path,
+        cells: Sequence[Cell],
+        jobs: int | None = None,
+        reuse: Sequence[Path] = (),
+        command: Sequence[str] = RUN,
     ) -> None:
+        self._command = command
         self._folder = folder
         self._cells = cells
         self._jobs = jobs
@@ -101,17 +109,25 @@ class Runner:
         if run is None and place.exists():
             self._move_aside(place)
         if run is None:
-            found = next((path for path in self._elsewhere(cell.name) if _complete(path, cell)), None)
-            if found is None:
+            found = self._elsewhere.get(fingerprint(cell.config))
+            if found is None or _complete(found, cell) is None:
                 return None
             shutil.copytree(found, place)
             run = _complete(place, cell)
         return Outcome(cell, "done", run)
 
-    def _elsewhere(self, name: str) -> Iterator[Path]:
+    @cached_property
+    def _elsewhere(self) -> dict[str, Path]:
+        """Run folders of other comparisons, by what they ran."""
+        found: dict[str, Path] = {}
         for folder in self._reuse:
-            if folder.resolve() != self._folder.resolve():
-                yield from (path.parent for path in sorted(folder.glob(f"*/{CELLS}/*/summary.json")))
+            for summary in sorted(folder.glob(f"*/{CELLS}/*/{SUMMARY}")):
+                if summary.is_relative_to(self._folder):
+                    continue
+                with suppress(UserError):
+                    config = configuration.load(file=summary.with_name(CONFIG), environment={})
+                    found.setdefault(fingerprint(config), summary.parent)
+        return found
 
     def _move_aside(self, place: Path) -> None:
         """Keep what an interrupted, failed or differently configured run has left, out of the way."""
@@ -141,10 +157,10 @@ class Runner:
         file = self._folder / CONFIGS / f"{cell.name}.toml"
         file.write_text(configuration.to_toml(replace(cell.config, run=settings)), encoding="utf-8")
         out = self._folder / CELLS / cell.name
-        command = [sys.executable, "-m", "spark_node", "run", "--config", str(file), "--out", str(out)]
+        command = [*self._command, "--config", str(file), "--out", str(out), "--quiet", "--json", "--no-report"]
         with (self._folder / LOGS / f"{cell.name}.log").open("wb") as log:
             process = subprocess.Popen(
-                [*command, "--quiet", "--json", "--no-report"],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -248,9 +264,3 @@ def _stop_on_terminate() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def finished_only(folder: Path, cells: Iterable[Cell]) -> list[Outcome]:
-    """What a folder holds of a grid, without running anything."""
-    found = [(cell, _complete(folder / CELLS / cell.name, cell)) for cell in cells]
-    return [Outcome(cell, "done" if run else "not run", run, "" if run else "not run yet") for cell, run in found]

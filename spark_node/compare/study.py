@@ -17,7 +17,7 @@ PUBLISHED = ("rounds_to_target", "accuracy", "clients")
 
 _METHOD = ("learning", "local", "momentum", "distillation", "package")
 """Sections that say how a method learns; what else a value's preset says is about its network and is left out."""
-_HARMLESS = ("run.workers", "data.folder")
+_HARMLESS: dict[str, Any] = {"run__workers": 0, "data__folder": ""}
 """Settings that change neither the figures nor the weights of a run."""
 _SWEPT = {"algorithm": "run.algorithm", "partition": "data.partition"}
 
@@ -157,7 +157,12 @@ def column_name(point: Sequence[str]) -> str:
 
 def same_run(one: Config, other: Config) -> bool:
     """Whether two configurations give the same run, wherever the data lies and however many workers there are."""
-    return _meant(one) == _meant(other)
+    return fingerprint(one) == fingerprint(other)
+
+
+def fingerprint(config: Config) -> str:
+    """The configuration as text, without what changes neither the figures nor the weights of a run."""
+    return configuration.to_toml(config.replace(**_HARMLESS))
 
 
 def slug(text: str) -> str:
@@ -242,12 +247,6 @@ def _value_layers(value: AxisValue, origin: str) -> list[Layer]:
         layers.append((f"preset {value.preset}", method))
     layers.append((f"{origin}, {value.label}", value.settings))
     return layers
-
-
-def _meant(config: Config) -> dict[str, Any]:
-    sections = configuration.to_dict(config)
-    flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
-    return {key: value for key, value in flat.items() if key not in _HARMLESS}
 
 
 def label_of(key: str, value: Any) -> str:

@@ -182,7 +182,9 @@ class Runner:
     def _stop_all(self) -> None:
         """Interrupt what still runs, so that it writes what it has; end it where it does not listen."""
         processes = [process for _, process, _ in self._started.values()]
-        for number, grace in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+        # A process that a shell started in the background hands on to its children that SIGINT is ignored.
+        grace_seconds = 0.0 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else _GRACE_SECONDS
+        for number, grace in ((signal.SIGINT, grace_seconds), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
             left = [process for process in processes if process.poll() is None]
             for process in left:
                 with suppress(ProcessLookupError, PermissionError):

@@ -186,7 +186,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
     if not columns:
         return None
     figure, panels = _panels(len(columns))
-    for axes, column in zip(panels, columns, strict=False):
+    for place, (axes, column) in enumerate(zip(panels, columns, strict=True), start=1):
         for index, curve in found[column].items():
             style = plots.line_style(index, len(curve.x))
             axes.plot(curve.x, curve.mean, label=results.rows[index], **style)
@@ -194,7 +194,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
             if not by_bytes:
                 axes.fill_between(curve.x, low, high, color=style["color"], alpha=0.18, linewidth=0)
         if not clients:
-            _mark_target(axes, results)
+            _mark_target(axes, results, named=place % _PANELS_A_ROW == 0 or place == len(columns))
         plots.titled(figure, axes, column_name(column) if len(columns) > 1 else title)
         if len(columns) > 1:
             axes.set_title(column_name(column), loc="left", fontsize=12.5, fontweight="normal", color=INK)
@@ -230,18 +230,21 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, panels[:count]
 
 
-def _mark_target(axes: Axes, results: Results) -> None:
+def _mark_target(axes: Axes, results: Results, named: bool) -> None:
+    """A dashed line at the target; its name stands beside the last panel of a row, where no curve is."""
     for target in results.targets:
         axes.axhline(target, color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
-        axes.annotate(
-            f"target {wording.target(target)}",
-            (0, target),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 3),
-            textcoords="offset points",
-            color=FAINT,
-            fontsize=10,
-        )
+        if named:
+            axes.annotate(
+                f"target\n{wording.target(target)}",
+                (1, target),
+                xycoords=("axes fraction", "data"),
+                xytext=(6, 0),
+                textcoords="offset points",
+                verticalalignment="center",
+                color=FAINT,
+                fontsize=11,
+            )
 
 
 def _value_line(

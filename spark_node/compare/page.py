@@ -7,9 +7,9 @@ from html import escape
 
 import spark_node
 from spark_node.compare.figures import DESCRIPTIONS
-from spark_node.compare.results import Column, Results
+from spark_node.compare.results import Column, Results, seconds_a_round, total_bytes
 from spark_node.compare.study import Study, column_name
-from spark_node.compare.tables import Table, goal, needed, points, seeds_note, spread
+from spark_node.compare.tables import Table, goal, points, seeds_note, spread
 from spark_node.observe import page, wording
 from spark_node.observe.page import Bold
 
@@ -31,26 +31,23 @@ class Entry:
 
 
 def answer(results: Results) -> str:
-    """One sentence: which row does best, by rounds to the target, else by accuracy."""
-    if not results.all_runs:
+    """One sentence: which row does best by what the study asks first."""
+    found = _winners(results)
+    if not found:
         return "No run has finished"
-    columns = [column for column in results.columns if any(results.runs(row, column) for row in results.rows)]
-    winners = [_winner(results, column) for column in columns]
-    names = list(dict.fromkeys(name for name, _ in winners))
-    if len(winners) == 1:
-        return f"{winners[0][0]} {winners[0][1]}"
+    if len(found) == 1:
+        return ": ".join(found[0][1])
+    names = list(dict.fromkeys(name for _, (name, _) in found))
     if len(names) == 1:
-        return f"{names[0]} is ahead in all {len(columns)} settings"
-    parts = [f"{name} in {sum(n == name for n, _ in winners)}" for name in names]
-    return f"Ahead by setting: {', '.join(parts)} of {len(columns)}"
+        return f"{names[0]}: ahead in all {len(found)} settings"
+    parts = [f"{name} in {sum(winner == name for _, (winner, _) in found)}" for name in names]
+    return f"Ahead by setting: {', '.join(parts)} of {len(found)}"
 
 
 def details(results: Results) -> list[str]:
     """A sentence a column, where there are several."""
-    columns = [column for column in results.columns if any(results.runs(row, column) for row in results.rows)]
-    if len(columns) < 2:
-        return []
-    return [f"{column_name(column)}: {' '.join(_winner(results, column))}." for column in columns]
+    found = _winners(results)
+    return [f"{column_name(column)}: {': '.join(said)}." for column, said in found] if len(found) > 1 else []
 
 
 def study_page(results: Results, found: Sequence[Table], drawn: Mapping[str, str], command: str) -> str:
@@ -103,19 +100,48 @@ def index_page(entries: Sequence[Entry]) -> str:
     return page.document("Studies", "\n".join(body)).replace("max-height: 34rem", "max-height: none")
 
 
+def _winners(results: Results) -> list[tuple[Column, tuple[str, str]]]:
+    columns = [column for column in results.columns if any(results.runs(row, column) for row in results.rows)]
+    return [(column, _winner(results, column)) for column in columns]
+
+
 def _winner(results: Results, column: Column) -> tuple[str, str]:
-    """Who is first in a column, and by what."""
-    reached = {row: results.rounds_to_target(row, column) for row in results.rows}
-    means = {row: its.mean.mean for row, its in reached.items() if its.all_did and its.mean is not None}
-    if means and len(set(means.values())) == len(means):
-        order = sorted(means, key=lambda row: means[row])
-        first = f"reaches {goal(results)} first, after {needed(reached[order[0]], _rounds)} rounds"
-        return order[0], first + (f" ({order[1]}: {_rounds(means[order[1]])})" if len(order) > 1 else "")
+    """Who is first in a column, and by what: the study's first table says what counts."""
+    first = results.study.tables[0] if results.study.tables else "accuracy"
+    if first in ("rounds_to_target", "bytes_to_target"):
+        by_bytes = first == "bytes_to_target"
+        reached = {
+            row: (results.bytes_to_target if by_bytes else results.rounds_to_target)(row, column)
+            for row in results.rows
+        }
+        means = {row: its.mean.mean for row, its in reached.items() if its.all_did and its.mean is not None}
+        if means:
+            say = wording.size if by_bytes else _rounds
+            names, least = _least(means)
+            rest = sorted(value for value in means.values() if value > least)
+            after = f"; the next: {say(rest[0])}" if rest else ""
+            if by_bytes:
+                return names, f"fewest bytes to {goal(results)}, {say(least)}{after}"
+            return names, f"first to reach {goal(results)}, in {say(least)} rounds{after}"
+    if first == "cost":
+        smallest = "compression" in results.study.plots
+        figure = total_bytes if smallest else seconds_a_round
+        costs = {row: mean.mean for row in results.rows if (mean := results.mean(row, column, figure)) is not None}
+        names, least = _least(costs)
+        said = f"least sent, {wording.size(least)} a peer and" if smallest else f"fastest, {wording.duration(least)} a"
+        return names, f"{said} round"
     accuracies = {
         row: mean for row in results.rows if (mean := results.mean(row, column, results.accuracy)) is not None
     }
-    best = max(accuracies, key=lambda row: -math.inf if math.isnan(accuracies[row].mean) else accuracies[row].mean)
-    return best, f"is the most accurate at round {results.at_round}: {spread(accuracies[best], points)} %"
+    names, _ = _least({row: -mean.mean for row, mean in accuracies.items() if not math.isnan(mean.mean)})
+    best = max(accuracies.values(), key=lambda mean: mean.mean)
+    return names, f"most accurate at round {results.at_round}, {spread(best, points)} %"
+
+
+def _least(values: Mapping[str, float]) -> tuple[str, float]:
+    """The name of the smallest, or the names where several are."""
+    least = min(values.values(), default=math.nan)
+    return " and ".join(name for name, value in values.items() if value == least), least
 
 
 def _table(table: Table) -> str:

@@ -86,7 +86,8 @@ class PlainView(Silent):
     def began(self, waiting: Sequence[Cell], done: Sequence[Cell], jobs: int) -> None:
         super().began(waiting, done, jobs)
         kept = f", {len(done)} finished before" if done else ""
-        self._line(f"{self._title}: {wording.plural(self._total, 'run')}{kept}, {jobs} at a time")
+        pace = f", {jobs} at a time" if waiting else ""
+        self._line(f"{self._title}: {wording.plural(self._total, 'run')}{kept}{pace}")
 
     def running(self, cells: Sequence[Running]) -> None:
         super().running(cells)

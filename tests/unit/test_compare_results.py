@@ -144,7 +144,7 @@ def test_every_file_is_written_and_the_page_needs_nothing_from_outside(tmp_path:
     assert "prefers-color-scheme: dark" in text
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
-    assert "SPARK is ahead in all 2 settings" in outline.text
+    assert "SPARK: ahead in all 2 settings" in outline.text
     rows = list(csv.DictReader(io.StringIO((out / "compare.csv").read_text())))
     assert len(rows) == 12
     assert rows[0]["algorithm"] == "SPARK"
@@ -165,6 +165,20 @@ def test_failed_runs_are_listed_and_nothing_becomes_markup(tmp_path: Path) -> No
     assert "NTK-DFL, IID, seed 0 failed: no luck &lt;b&gt;" in text
     assert "failed: NTK-DFL, IID, seed 0" in (out / "compare.md").read_text()
     Outline(text)
+
+
+def test_the_answer_is_about_what_the_study_asks_first(tmp_path: Path, results: Results) -> None:
+    from dataclasses import replace
+
+    def said(*names: str) -> list[str]:
+        return page.details(Results(replace(results.study, tables=names), results.outcomes))
+
+    assert said("rounds_to_target")[0] == "IID: SPARK: first to reach 80%, in 3 rounds; the next: 4."
+    assert said("bytes_to_target")[0] == "IID: SPARK: fewest bytes to 80%, 9.09 kB; the next: 12.1 kB."
+    assert said("accuracy")[1] == "α = 0.1: SPARK: most accurate at round 4, 83.00 ± 1.00 %."
+    assert said("cost")[0] == "IID: SPARK and NTK-DFL: least sent, 758 B a peer and round."
+    never = results_of(tmp_path / "never", study(), lambda c: (0.1, 0.2))
+    assert page.answer(never) == "SPARK and NTK-DFL: ahead in all 2 settings"
 
 
 def test_a_comparison_without_a_finished_run_still_has_a_page(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from spark_node.compare import results as measured
 from spark_node.compare.results import Column, Results
-from spark_node.compare.study import column_name
 from spark_node.observe import plots, wording
 from spark_node.observe.history import Run
 from spark_node.observe.plots import FAINT, INK, SURFACE
@@ -71,6 +70,7 @@ def accuracy_vs_bytes(results: Results) -> Figure | None:
         axes.set_xlabel("bytes sent by all peers", color=FAINT, fontsize=12)
         if far_apart:
             axes.set_xscale("log")
+            axes.minorticks_off()
         else:
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
@@ -162,7 +162,7 @@ def compression(results: Results) -> Figure | None:
         left.set_xlim(0, max(sizes) * 1.5)
         left.xaxis.set_major_locator(MaxNLocator(nbins=4))
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plots.tick_size(value)))
-    left.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    left.minorticks_off()
     left.set_xlabel("bytes of packages a peer sends in a round")
     _dots(right, results, [runs for _, runs in rows])
     for axes, title in ((left, "Packages"), (right, f"Accuracy at round {results.at_round}")):
@@ -195,9 +195,9 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
                 axes.fill_between(curve.x, low, high, color=style["color"], alpha=0.18, linewidth=0)
         if not clients:
             _mark_target(axes, results, named=place % _PANELS_A_ROW == 0 or place == len(columns))
-        plots.titled(figure, axes, column_name(column) if len(columns) > 1 else title)
+        plots.titled(figure, axes, results.study.column_name(column) if len(columns) > 1 else title)
         if len(columns) > 1:
-            axes.set_title(column_name(column), loc="left", fontsize=12.5, fontweight="normal", color=INK)
+            axes.set_title(results.study.column_name(column), loc="left", fontsize=12.5, fontweight="normal", color=INK)
     tops = [float(np.nanmax(curve.mean)) for curves in found.values() for curve in curves.values()]
     lows = [float(np.nanmin(curve.mean)) for curves in found.values() for curve in curves.values()]
     top = max([*tops, *([] if clients else results.targets)])

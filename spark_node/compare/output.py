@@ -13,7 +13,6 @@ from spark_node.compare.figures import figures
 from spark_node.compare.page import Entry, answer, details, index_page, study_page
 from spark_node.compare.results import Results
 from spark_node.compare.runner import Outcome
-from spark_node.compare.study import column_name
 from spark_node.compare.tables import Table, tables
 from spark_node.observe import plots
 from spark_node.observe.history import finite
@@ -118,7 +117,7 @@ def _points(results: Results) -> list[dict[str, Any]]:
             found.append(
                 {
                     "row": row,
-                    "column": column_name(column),
+                    "column": results.study.column_name(column),
                     "seeds": len(results.runs(row, column)),
                     "aggregated_accuracy": _numbers(asdict(accuracy)) if accuracy else None,
                     "client_accuracy": _numbers(asdict(clients)) if clients else None,
@@ -136,7 +135,7 @@ def _tests(results: Results) -> list[dict[str, Any]]:
         for other in others:
             test = results.paired(subject, other, column)
             shown = None if test is None else _numbers(asdict(test))
-            found.append({"row": subject, "over": other, "column": column_name(column), "test": shown})
+            found.append({"row": subject, "over": other, "column": results.study.column_name(column), "test": shown})
     return found
 
 

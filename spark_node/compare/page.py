@@ -8,7 +8,7 @@ from html import escape
 import spark_node
 from spark_node.compare.figures import DESCRIPTIONS
 from spark_node.compare.results import Column, Results, seconds_a_round, total_bytes
-from spark_node.compare.study import Study, column_name
+from spark_node.compare.study import Study
 from spark_node.compare.tables import Table, goal, points, seeds_note, spread
 from spark_node.observe import page, wording
 from spark_node.observe.page import Bold
@@ -47,7 +47,9 @@ def answer(results: Results) -> str:
 def details(results: Results) -> list[str]:
     """A sentence a column, where there are several."""
     found = _winners(results)
-    return [f"{column_name(column)}: {': '.join(said)}." for column, said in found] if len(found) > 1 else []
+    return (
+        [f"{results.study.column_name(column)}: {': '.join(said)}." for column, said in found] if len(found) > 1 else []
+    )
 
 
 def study_page(results: Results, found: Sequence[Table], drawn: Mapping[str, str], command: str) -> str:

@@ -21,6 +21,8 @@ _HARMLESS: dict[str, Any] = {"run__workers": 0, "data__folder": ""}
 """Settings that change neither the figures nor the weights of a run."""
 _SWEPT = {"algorithm": "run.algorithm", "partition": "data.partition"}
 
+_NUMBER = re.compile(r"[0-9.]+")
+
 Layer = tuple[str, Mapping[str, Any]]
 
 
@@ -88,6 +90,13 @@ class Study:
         """The points of the other axes: a column of the tables, a panel of the plots each."""
         return list(itertools.product(*(axis.labels for axis in self.axes[1:])))
 
+    def column_name(self, point: Sequence[str]) -> str:
+        """The heading of a column; a bare number is told what it counts, a study of one axis has one column."""
+        named = zip(self.axes[1:], point, strict=True)
+        return (
+            ", ".join(f"{axis.name} {label}" if _NUMBER.fullmatch(label) else label for axis, label in named) or "all"
+        )
+
     def cells(self, flags: Mapping[str, Any] | None = None) -> list["Cell"]:
         """Every point of the grid with its whole configuration; the seeds of a point follow each other."""
         found = [
@@ -148,11 +157,6 @@ class Cell:
     @property
     def title(self) -> str:
         return ", ".join([*self.group, f"seed {self.seed}"])
-
-
-def column_name(point: Sequence[str]) -> str:
-    """The heading of a column; a study of one axis has one column."""
-    return ", ".join(point) or "all"
 
 
 def same_run(one: Config, other: Config) -> bool:

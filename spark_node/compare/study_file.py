@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_node import config as configuration
-from spark_node.compare.study import PLOTS, PUBLISHED, TABLES, Axis, AxisValue, Study, StudyError, column_name, label_of
+from spark_node.compare.study import PLOTS, PUBLISHED, TABLES, Axis, AxisValue, Study, StudyError, label_of
 from spark_node.errors import ConfigError
 
 _KEYS = (
@@ -103,7 +103,7 @@ class _Reader:
             said = str(error)
             raise StudyError(said if self._file in said else f"{self._file}: {said}") from None
         rows = study.rows.labels
-        columns = [column_name(point) for point in study.columns]
+        columns = [study.column_name(point) for point in study.columns]
         for table, entries in study.published.items():
             for row, cells in entries.items():
                 if row not in rows:

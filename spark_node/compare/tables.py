@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from spark_node.compare import results as figures
 from spark_node.compare.results import Column, Reached, Results
 from spark_node.compare.statistics import FEW_SEEDS, Mean
-from spark_node.compare.study import column_name
 from spark_node.observe import wording
 from spark_node.observe.history import Run
 
@@ -168,13 +167,13 @@ def _significance(results: Results) -> Table | None:
             test = results.paired(subject, other, column)
             if test is None:
                 pairs = min(len(results.runs(subject, column)), len(results.runs(other, column)))
-                rows.append((column_name(column), other, "too few seeds", "", "", "", str(pairs)))
+                rows.append((results.study.column_name(column), other, "too few seeds", "", "", "", str(pairs)))
                 continue
             p = "< 0.001" if test.p < 0.001 else f"{test.p:.4f}"
             interval = f"[{points(test.low)}, {points(test.high)}]"
             effect = "n/a" if math.isnan(test.effect) else f"{test.effect:.2f}"
             gain = f"{100 * test.gain:+.2f}" + (" *" if test.significant else "")
-            rows.append((column_name(column), other, gain, interval, p, effect, str(test.count)))
+            rows.append((results.study.column_name(column), other, gain, interval, p, effect, str(test.count)))
     if not rows:
         return None
     few = len(results.study.seeds) < FEW_SEEDS
@@ -206,7 +205,7 @@ def _published(results: Results, name: str) -> Table | None:
     entries = results.study.published.get(name)
     if not entries:
         return None
-    columns = [column_name(column) for column in results.columns]
+    columns = [results.study.column_name(column) for column in results.columns]
     rows = tuple((row, *(entries[row].get(column, "") for column in columns)) for row in entries)
     title = (
         f"For comparison, the paper's ({results.study.paper})" if results.study.paper else "For comparison, the paper's"
@@ -231,7 +230,7 @@ def _grid(
         top = (min(known) if lowest else max(known)) if len(known) > 1 else math.nan
         best |= {(number, index) for number, value in enumerate(ranks) if value == top}
     rows = tuple((row, *(text(row, column) for column in results.columns)) for row in results.rows)
-    header = (_corner(results), *(column_name(column) for column in results.columns))
+    header = (_corner(results), *(results.study.column_name(column) for column in results.columns))
     return Table(name, title, header, rows, note, frozenset(best))
 
 

@@ -51,7 +51,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     grid = parser.add_argument_group("the grid")
     grid.add_argument("--algorithms", metavar="A,B,...", help="algorithms; with a study, those of its algorithms")
     grid.add_argument("--partitions", metavar="P,Q,...", help="partitions: iid, dirichlet:ALPHA, writer, file:PATH")
-    grid.add_argument("--seeds", metavar="S,T,...", help="seeds of every point (default: the study's, else 0)")
+    grid.add_argument(
+        "--seeds", "--seed", metavar="S,T,...", help="seeds of every point (default: the study's, else 0)"
+    )
     grid.add_argument(
         "--vary", metavar="SECTION.KEY=V,W,...", action="append", default=[], help="any setting; may be repeated"
     )

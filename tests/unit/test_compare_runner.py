@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from spark_node.compare import resources
-from spark_node.compare.progress import PlainView, Silent
+from spark_node.compare.progress import LiveView, PlainView, Silent
 from spark_node.compare.runner import Outcome, Runner, Running
 from spark_node.compare.study import Cell, Study, ad_hoc, algorithm_axis
 from spark_node.errors import UserError
@@ -184,6 +185,25 @@ def test_plain_lines_tell_what_is_done_and_what_is_left() -> None:
     assert lines[0] == "A study: 4 runs, 1 finished before, 2 at a time"
     assert lines[1].startswith("under way: SPARK, seed 1: round 1/3, 50.00%; NTK-DFL, seed 0: starting, 40 s; about ")
     assert lines[2].startswith("[2/4] SPARK, seed 1: failed: no luck; about 1:20 left")
+
+
+def test_the_live_view_shows_what_is_done_and_what_is_under_way() -> None:
+    now, text = [0.0], io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, color_system=None)
+    view = LiveView("A study", console, clock=lambda: now[0])
+    cells = study().cells()
+    view.began(cells, [], 2)
+    console.print(view.render())
+    now[0] = 10.0
+    view.ended(Outcome(cells[0], "failed", reason="no luck"), 10.0)
+    view.running([Running(cells[1], 2, 0.61, 10.0)])
+    console.print(view.render())
+    shown = text.getvalue()
+    assert "0/4  0:00" in shown
+    assert "1/4  0:10" in shown
+    assert "left" in shown
+    assert "failed: no luck" in shown
+    assert "round 2/3, 61.00%" in shown
 
 
 def test_as_many_runs_at_once_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.spark-installed
 
-.PHONY: venv demo test lint format bench proto clean
+.PHONY: venv demo test lint format bench studies-quick proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,6 +40,9 @@ bench: venv  ## every benchmark at its quick size; results in benchmarks/out
 	mkdir -p benchmarks/out
 	for f in benchmarks/[a-z]*.py; do \
 	  $(BIN)/python $$f --quick --json benchmarks/out/$$(basename $$f .py).json || exit 1; done
+
+studies-quick: venv  ## every study at its quick size, with an index; finished runs are kept, so it goes on where it stopped
+	$(BIN)/spark-dfl compare benchmarks/studies/*.toml --quick --out benchmarks/out/studies
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import pairwise
@@ -360,14 +360,16 @@ def load(
     """
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if preset is not None:
-        if preset not in presets():
-            raise ConfigError(f"preset = {preset!r}: unknown; allowed: {', '.join(presets())}")
-        text = (resources.files("spark_node") / "presets" / f"{preset}.toml").read_text(encoding="utf-8")
-        layers.append((f"preset {preset}", _flatten(tomllib.loads(text), f"preset {preset}")))
+        layers.append((f"preset {preset}", preset_layer(preset)))
     if file is not None:
-        layers.append((str(file), _flatten(_read_toml(file), str(file))))
+        layers.append((str(file), file_layer(file)))
     layers.append(("environment", _from_environment(os.environ if environment is None else environment)))
     layers.append(("flags", flags or {}))
+    return compose(layers)
+
+
+def compose(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
+    """The defaults with layers (where from, {"section.key": value}) on top, weakest first, all of them checked."""
     return _apply(Config(), [*_published([layer for _, layer in layers]), *layers])
 
 
@@ -376,6 +378,29 @@ def _published(layers: Iterable[Mapping[str, Any]]) -> list[tuple[str, Mapping[s
     named = [layer["run.algorithm"] for layer in layers if "run.algorithm" in layer]
     known = bool(named) and isinstance(named[-1], str) and named[-1] in PUBLISHED
     return [(f"published settings of {named[-1]}", PUBLISHED[named[-1]])] if known else []
+
+
+def preset_layer(name: str) -> dict[str, Any]:
+    """What a preset sets, as {"section.key": value}."""
+    if name not in presets():
+        raise ConfigError(f"preset = {name!r}: unknown; allowed: {', '.join(presets())}")
+    text = (resources.files("spark_node") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+    return _flatten(tomllib.loads(text), f"preset {name}")
+
+
+def file_layer(file: Path) -> dict[str, Any]:
+    """What a TOML file sets, as {"section.key": value}."""
+    return _flatten(_read_toml(file), str(file))
+
+
+def environment_layer() -> dict[str, Any]:
+    """What the environment sets, as {"section.key": value}."""
+    return _from_environment(os.environ)
+
+
+def flatten(tree: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Sections of TOML as {"section.key": value}; ConfigError where something stands outside a section."""
+    return _flatten(tree, origin)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

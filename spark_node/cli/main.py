@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from spark_node import __version__
-from spark_node.cli import data, host, node, orchestrator, package, report, run
+from spark_node.cli import compare, data, host, node, orchestrator, package, report, run
 from spark_node.errors import UserError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
@@ -22,6 +22,8 @@ examples:
   spark-dfl run --preset demo                        a minute on a laptop: 20 peers, embedded data, live view
   spark-dfl run --algorithm ntk-dfl --rounds 10      another algorithm, the default everything else
   spark-dfl run --settings                           every setting there is
+  spark-dfl compare --preset demo --algorithms spark,ntk-dfl --seeds 0,1,2
+                                                     side by side: tables, plots, one page
   spark-dfl report runs/A runs/B --out compare.html  several runs on one page
   spark-dfl data list                                datasets, and where they are
   spark-dfl package explain --preset paper           what a package costs, loses and reveals
@@ -49,7 +51,7 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"spark-dfl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (run, host, node, orchestrator, report, data, package):
+    for module in (run, compare, host, node, orchestrator, report, data, package):
         module.add_parser(commands)
     return top
 

@@ -89,6 +89,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     output.add_argument("--out", metavar="DIR", help="run folder (default: runs/DATASET-ALGORITHM-TIME)")
     output.add_argument("--quiet", action="store_true", help="no live view, only one line with the answer, on stderr")
     output.add_argument("--json", action="store_true", help="print summary.json on stdout at the end")
+    output.add_argument(
+        "--no-report", action="store_true", help="no plots and no report.html; `spark-dfl report` makes them later"
+    )
     parser.set_defaults(func=command)
 
 
@@ -115,7 +118,7 @@ def command(args: argparse.Namespace) -> int:
         status, failure = _train(config, dataset, partition, folder, shown)
         shown.note("Writing the report")
         run = folder.finish(status)
-        report = _write_report(run)
+        report = None if args.no_report else _write_report(run)
         shown.finished(run, report)
     if failure is not None:
         _complain(f"the run failed: {reason(failure)}; {path / ERROR_LOG} has the details")
@@ -139,6 +142,11 @@ def _to_resume(args: argparse.Namespace) -> "Run | None":
 
 def load_config(args: argparse.Namespace) -> Config:
     """The effective configuration of the given flags, of whichever a command has; ConfigError where they are wrong."""
+    return configuration.load(args.preset, args.config and Path(args.config), flags=given_settings(args))
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What flags and --set set, as {"section.key": value}; ConfigError where a setting is given twice."""
     types = {setting.key: setting.type for setting in configuration.settings()}
     given: dict[str, Any] = {}
     for key in FLAGS.values():
@@ -151,7 +159,7 @@ def load_config(args: argparse.Namespace) -> Config:
         if flag is not None and getattr(args, key, None) is not None:
             raise ConfigError(f"{key} is given twice, by {flag} and by --set {assignment}; give it once")
         given[key] = value
-    return configuration.load(args.preset, args.config and Path(args.config), flags=given)
+    return given
 
 
 def check_device(name: str) -> None:

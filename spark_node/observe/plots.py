@@ -54,16 +54,16 @@ def figures(runs: Named) -> dict[str, Figure]:
 
 def accuracy(runs: Named) -> Figure:
     """Accuracy over rounds: aggregated, and for a single run the clients' mean and quartiles."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for index, (name, run) in enumerate(runs):
         rounds = [r.round for r in run.rounds]
         label = "aggregated model" if len(runs) == 1 else name
-        style = {**_line(index, len(rounds)), "zorder": 3}
+        style = {**line_style(index, len(rounds)), "zorder": 3}
         axes.plot(rounds, [r.aggregated_accuracy for r in run.rounds], label=label, **style)
         if len(runs) == 1:
             _draw_clients(axes, [r for r in run.rounds if not math.isnan(r.client_accuracy_mean)])
     _mark_targets(axes, [(run, run.reached.round if run.reached else None) for _, run in runs])
-    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.xaxis.set_major_locator(whole_numbers())
     last = max(run.rounds[-1].round for _, run in runs)
     axes.set_xlim(0.5, last + 0.5)
     axes.set_xlabel("communication round")
@@ -77,19 +77,19 @@ def _draw_clients(axes: Axes, rounds: Sequence[Round]) -> None:
     numbers = [r.round for r in rounds]
     low, high = [r.client_accuracy.q1 for r in rounds], [r.client_accuracy.q3 for r in rounds]
     axes.fill_between(numbers, low, high, color=PALETTE[1], alpha=0.18, linewidth=0, label="clients, quartiles")
-    axes.plot(numbers, [r.client_accuracy_mean for r in rounds], label="clients, mean", **_line(1, len(rounds)))
+    axes.plot(numbers, [r.client_accuracy_mean for r in rounds], label="clients, mean", **line_style(1, len(rounds)))
 
 
 def accuracy_vs_bytes(runs: Named) -> Figure:
     """Aggregated accuracy over the bytes that all peers have sent."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for index, (name, run) in enumerate(runs):
         label = "aggregated model" if len(runs) == 1 else name
         axes.plot(
             run.bytes_after,
             [r.aggregated_accuracy for r in run.rounds],
             label=label,
-            **_line(index, len(run.rounds)),
+            **line_style(index, len(run.rounds)),
         )
     _mark_targets(axes, [(run, run.bytes_to_target) for _, run in runs])
     spent = [run.bytes_after for _, run in runs if run.bytes_after[0] > 0]
@@ -97,46 +97,46 @@ def accuracy_vs_bytes(runs: Named) -> Figure:
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick_size(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_size(value)))
     axes.set_xlabel("bytes sent by all peers")
     return _finish_accuracy(figure, axes, "Accuracy over bytes")
 
 
 def stage_seconds(run: Run) -> Figure:
     """Where the time of each round went, stacked by stage."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     rounds = [r.round for r in run.rounds]
     parts = {stage: np.array([r.stages.get(stage, 0.0) for r in run.rounds]) for stage in run.stages}
     if len(rounds) <= _BARS_UP_TO:
         base = np.zeros(len(rounds))
         for index, (stage, seconds) in enumerate(parts.items()):
-            axes.bar(rounds, seconds, bottom=base, width=0.8, label=stage, color=_colour(index), linewidth=0)
+            axes.bar(rounds, seconds, bottom=base, width=0.8, label=stage, color=colour(index), linewidth=0)
             base += seconds
     else:
-        colours = [_colour(index) for index in range(len(parts))]
+        colours = [colour(index) for index in range(len(parts))]
         axes.stackplot(rounds, *parts.values(), labels=list(parts), colors=colours, linewidth=0)
-    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.xaxis.set_major_locator(whole_numbers())
     axes.set_xlim(rounds[0] - 0.5, rounds[-1] + 0.5)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("communication round")
     axes.set_ylabel("seconds, summed over peers")
     _legend_beside(axes)
-    return _titled(figure, axes, "Time per stage")
+    return titled(figure, axes, "Time per stage")
 
 
 def stage_seconds_compared(runs: Named) -> Figure:
     """Mean time of a round by stage, a bar a run."""
-    figure, axes = _figure(height=1.4 + 0.5 * max(len(runs), 3))
+    figure, axes = new_figure(height=1.4 + 0.5 * max(len(runs), 3))
     stages = list(dict.fromkeys(stage for _, run in runs for stage in run.stages))
     base = np.zeros(len(runs))
     for index, stage in enumerate(stages):
         seconds = np.array([run.stages.get(stage, 0.0) / len(run.rounds) for _, run in runs])
-        axes.barh(range(len(runs)), seconds, left=base, height=0.66, label=stage, color=_colour(index), linewidth=0)
+        axes.barh(range(len(runs)), seconds, left=base, height=0.66, label=stage, color=colour(index), linewidth=0)
         base += seconds
-    _name_rows(axes, [name for name, _ in runs])
+    name_rows(axes, [name for name, _ in runs])
     axes.set_xlabel("seconds a round, summed over peers")
     _legend_beside(axes)
-    return _titled(figure, axes, "Time per stage", grid="x")
+    return titled(figure, axes, "Time per stage", grid="x")
 
 
 def client_distribution(accuracies: Mapping[str, Sequence[float]], run: Run | None = None) -> Figure:
@@ -145,34 +145,34 @@ def client_distribution(accuracies: Mapping[str, Sequence[float]], run: Run | No
     known = {name: values for name, values in known.items() if values.size}
     if len(known) == 1 and len(accuracies) == 1:
         return _histogram(next(iter(known.values())), run)
-    figure, axes = _figure(height=1.4 + 0.6 * max(len(known), 3))
+    figure, axes = new_figure(height=1.4 + 0.6 * max(len(known), 3))
     if known:
         drawn: Any = axes.violinplot(
             list(known.values()), range(len(known)), orientation="horizontal", showextrema=False
         )
         for index, body in enumerate(drawn["bodies"]):
-            body.set(facecolor=_colour(index), alpha=0.35, linewidth=0)
+            body.set(facecolor=colour(index), alpha=0.35, linewidth=0)
     for index, values in enumerate(known.values()):
         q1, median, q3 = np.quantile(values, (0.25, 0.5, 0.75))
-        axes.hlines(index, q1, q3, color=_colour(index), linewidth=5, zorder=3)
-        axes.plot([median], [index], "o", color=SURFACE, markeredgecolor=_colour(index), markersize=6, zorder=4)
-    _name_rows(axes, list(known))
+        axes.hlines(index, q1, q3, color=colour(index), linewidth=5, zorder=3)
+        axes.plot([median], [index], "o", color=SURFACE, markeredgecolor=colour(index), markersize=6, zorder=4)
+    name_rows(axes, list(known))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("accuracy of each peer's own model; dot: median, bar: quartiles")
-    return _titled(figure, axes, "Clients after the last round", grid="x")
+    return titled(figure, axes, "Clients after the last round", grid="x")
 
 
 def partition(counts: np.ndarray[Any, Any]) -> Figure:
     """Which labels each peer holds: a heat map of samples, labels by peers."""
     peers, labels = counts.shape
-    figure, axes = _figure(height=min(max(1.9 + 0.22 * labels, 2.6), 6.0))
+    figure, axes = new_figure(height=min(max(1.9 + 0.22 * labels, 2.6), 6.0))
     if peers > _PEERS_IN_ORDER:
         counts = counts[np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))]
         axes.set_xlabel(f"{peers} peers, ordered by their commonest label")
         axes.set_xticks([])
     else:
         axes.set_xlabel("peer")
-        axes.xaxis.set_major_locator(_whole_numbers())
+        axes.xaxis.set_major_locator(whole_numbers())
     image = axes.imshow(counts.T, aspect="auto", interpolation="nearest", cmap=_HEAT, vmin=0, origin="lower")
     axes.set_ylabel("label")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=min(labels, 12), integer=True, min_n_ticks=1))
@@ -181,7 +181,7 @@ def partition(counts: np.ndarray[Any, Any]) -> Figure:
     bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     bar.ax.tick_params(colors=FAINT, labelsize=9, length=0)
     bar.set_label("samples", color=FAINT, fontsize=11)
-    return _titled(figure, axes, "Which labels each peer holds", grid=None)
+    return titled(figure, axes, "Which labels each peer holds", grid=None)
 
 
 def svgs(found: Mapping[str, Figure], folder: Path | None = None) -> dict[str, str]:
@@ -204,9 +204,16 @@ def svg(name: str, figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def _figure(height: float = 4.0) -> tuple[Figure, Axes]:
+def new_figure(height: float = 4.0) -> tuple[Figure, Axes]:
+    """A figure with one plot, in the look that all plots share."""
     figure = Figure(figsize=(7.4, height), layout="constrained", facecolor=SURFACE)
     axes = figure.add_subplot()
+    plain(axes)
+    return figure, axes
+
+
+def plain(axes: Axes) -> None:
+    """Only what is needed to read a plot: no box, quiet ticks."""
     axes.set_facecolor(SURFACE)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -214,10 +221,10 @@ def _figure(height: float = 4.0) -> tuple[Figure, Axes]:
         axes.spines[side].set_color(GRID)
     axes.tick_params(colors=FAINT, labelsize=11, length=0)
     axes.set_axisbelow(True)
-    return figure, axes
 
 
-def _titled(figure: Figure, axes: Axes, title: str, grid: Literal["x", "y"] | None = "y", above: float = 12) -> Figure:
+def titled(figure: Figure, axes: Axes, title: str, grid: Literal["x", "y"] | None = "y", above: float = 12) -> Figure:
+    """Title, labels of the axes and grid, as on every plot."""
     axes.set_title(title, loc="left", fontsize=14, fontweight="bold", color=INK, pad=above)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=FAINT, fontsize=12)
@@ -235,7 +242,7 @@ def _finish_accuracy(figure: Figure, axes: Axes, title: str) -> Figure:
     if len(labels) > 1:
         axes.legend(loc="lower right", frameon=False, fontsize=11, labelcolor=INK)
     axes.set_ylabel("test accuracy" if "clients, mean" in labels else "aggregated test accuracy")
-    return _titled(figure, axes, title)
+    return titled(figure, axes, title)
 
 
 def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
@@ -260,7 +267,7 @@ def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
             [place],
             [height],
             "o",
-            color=_colour(index),
+            color=colour(index),
             markersize=12,
             markeredgewidth=2,
             fillstyle="none",
@@ -271,7 +278,7 @@ def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
 
 
 def _histogram(values: np.ndarray[Any, Any], run: Run | None) -> Figure:
-    figure, axes = _figure(height=3.4)
+    figure, axes = new_figure(height=3.4)
     low, high = float(values.min()), float(values.max())
     margin = max((high - low) * 0.05, 0.005)
     bins = np.linspace(
@@ -292,7 +299,7 @@ def _histogram(values: np.ndarray[Any, Any], run: Run | None) -> Figure:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("accuracy of each peer's own model")
     axes.set_ylabel("peers")
-    return _titled(figure, axes, "Clients after the last round", above=32)
+    return titled(figure, axes, "Clients after the last round", above=32)
 
 
 def _legend_beside(axes: Axes) -> None:
@@ -308,30 +315,33 @@ def _legend_beside(axes: Axes) -> None:
     )
 
 
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names instead of numbers on the vertical axis, the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", labelcolor=INK)
 
 
-def _whole_numbers() -> MaxNLocator:
+def whole_numbers() -> MaxNLocator:
+    """Ticks for things that are counted."""
     return MaxNLocator(nbins=10, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
 
 
-def _tick_size(count: float) -> str:
+def tick_size(count: float) -> str:
     """Like wording.size, without idle zeros: 2.00 GB -> 2 GB."""
     number, _, unit = wording.size(count).partition(" ")
     return f"{float(number):g} {unit}" if count else "0"
 
 
-def _colour(index: int) -> str:
+def colour(index: int) -> str:
+    """The colour of a series."""
     return PALETTE[index % len(PALETTE)]
 
 
-def _line(index: int, points: int) -> dict[str, Any]:
+def line_style(index: int, points: int) -> dict[str, Any]:
     """Colour, marker and, once the colours are used up, the dash tell lines apart."""
     return {
-        "color": _colour(index),
+        "color": colour(index),
         "linestyle": _LINES[index // len(PALETTE) % len(_LINES)],
         "linewidth": 2.2 if points <= _BARS_UP_TO else 1.6,
         "marker": _MARKERS[index % len(_MARKERS)] if points <= _BARS_UP_TO else None,

@@ -24,7 +24,8 @@ FORBIDDEN = {
     "spark_node/package": ("asyncio", "grpc", "spark_node.transport", "spark_node.observe", "spark_node.node"),
     "spark_node/data": ("grpc", "spark_node.learning", "spark_node.transport", "spark_node.observe", "spark_node.cli"),
     "spark_node/transport": ("spark_node.observe", "spark_node.node", "spark_node.cli", "spark_node.launch"),
-    "spark_node/observe": ("spark_node.cli", "spark_node.launch"),
+    "spark_node/observe": ("spark_node.cli", "spark_node.launch", "spark_node.compare"),
+    "spark_node/compare": ("torch", "spark_node.cli", "spark_node.launch", "spark_node.node", "spark_node.learning"),
     "spark_node": ("pickle", "spark_node.cli.main"),
 }
 

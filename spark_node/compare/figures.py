@@ -304,7 +304,7 @@ def _legend_below(figure: Figure, axes: Axes, others: Sequence[Axes] = ()) -> No
     for some in (axes, *others):
         handles, labels = some.get_legend_handles_labels()
         entries.update({label: handle for handle, label in zip(handles, labels, strict=True) if label not in entries})
-    across = max(2, min(len(entries), int(figure.get_figwidth() // (0.55 + 0.11 * max(map(len, entries), default=0)))))
+    across = max(2, min(len(entries), int(figure.get_figwidth() // (0.55 + 0.09 * max(map(len, entries), default=0)))))
     figure.legend(
         list(entries.values()),
         list(entries),

@@ -4,22 +4,27 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from spark_node.config import TopologySettings
+from spark_node.config import NetworkSettings, TopologySettings, load
 from spark_node.generated.spark.v1 import package_pb2, peer_pb2
 from spark_node.launch.slots import Slots
+from spark_node.learning.algorithms import make_terms
 from spark_node.membership import Roster
+from spark_node.model import ParameterLayout
 from spark_node.package.errors import PackageError
+from spark_node.package.peer import PeerCodec
 from spark_node.transport import frames
 from spark_node.transport.deadline import Deadlines, Suspicion
+from spark_node.transport.grpc import GrpcTransport, Traffic
 from spark_node.transport.mailbox import Mailbox
 
 # Deadlines
@@ -171,6 +176,28 @@ def test_the_next_round_of_a_peer_is_the_first_whose_list_has_it() -> None:
     roster.add(12, 9, first)
     assert [roster.round_with("peer-1", k) for k in (5, 6, 8, 9, 12)] == [5, 9, 9, 9, 12]
     assert roster.round_with("stranger", 4) == 4
+
+
+def test_the_networks_round_is_what_half_of_the_neighbours_have_reached() -> None:
+    roster = Roster(0, TopologySettings("regular", 4, True))
+    roster.add(1, 1, {f"peer-{i}": f"h:{i}" for i in range(5)})
+    layout = ParameterLayout.of(torch.nn.Linear(3, 2))
+    codec = PeerCodec(make_terms(load(environment={}), "monday", layout, 2), "peer-0", 0)
+
+    async def compute(work: Callable[..., object], *arguments: object, heavy: bool = False) -> object:
+        return work(*arguments)
+
+    async def play() -> None:
+        transport = GrpcTransport("peer-0", codec, roster, NetworkSettings(), Traffic(), compute)
+        assert transport.network_round(7) == 7  # nobody has said anything
+        transport._standing = {"peer-1": 10**9}
+        assert transport.network_round(7) == 7  # one that claims to be far ahead moves nothing
+        transport._standing = {"peer-1": 10**9, "peer-2": 12, "peer-3": 11, "peer-4": 6}
+        assert transport.network_round(7) == 11
+        transport._standing = {f"peer-{i}": 5 for i in range(1, 5)}
+        assert transport.network_round(7) == 7
+
+    asyncio.run(play())
 
 
 # Frames

@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from spark_node.chaos.order import FILE
 from spark_node.errors import UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
+from spark_node.launch.pids import note_pid
 from spark_node.launch.slots import Slots
 from spark_node.memory import tune_allocator
 
@@ -108,12 +110,14 @@ class Host:
             child.starts += 1
             pid = fork(partial(self._peer, child), child.job.name)
             self._running[pid] = child
+            note_pid(self._logs, child.job.name, pid)
 
     def _peer(self, child: _Child) -> int:
         name = child.job.name
         log_to(self._logs / f"{name}.log", self._log_form, name)
         index = int.from_bytes(name.encode()[-4:], "little")
-        run_peer(child.job, Slots(self._slots, self._workers, index) if self._workers else None)
+        slots = Slots(self._slots, self._workers, index) if self._workers else None
+        run_peer(child.job, slots, self._logs / FILE)
         return 0
 
     def _wait(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """A whole network on this machine: an orchestrator, a host with its peers, and the observer, each a process."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from spark_node.errors import ConfigError
 from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob
+from spark_node.launch.pids import note_pid
 from spark_node.learning.algorithms import make_terms
 from spark_node.membership import peer_names
 from spark_node.model import ParameterLayout
@@ -109,6 +111,8 @@ class LocalNetwork:
         self.folder, self._recorded = folder, recorded
         self.run_id = run_id or new_run_id()
         self.orchestrator_address = config.network.orchestrator
+        self._ports = (0, 0)
+        self._restarts = config.network.restarts
         self.orchestrator: Child | None = None
         self.host: Child | None = None
 
@@ -143,16 +147,29 @@ class LocalNetwork:
                 os.write(writing, f"{address} {http_address}".encode())
                 os.close(writing)
 
-            return serve(self.config, self.run_id, recorded=self._recorded, ready=ready)
+            port, http_port = self._ports
+            recorded = None if port else self._recorded
+            return serve(self.config, self.run_id, port=port, http_port=http_port, recorded=recorded, ready=ready)
 
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.orchestrator = Child(fork(work, "orchestrator"))
+        note_pid(self.folder / "logs", "orchestrator", self.orchestrator.pid)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             said = pipe.read().decode().split()
         if not said:
             raise ConfigError(f"the orchestrator could not start; {self.folder / 'logs' / 'orchestrator.log'} says why")
         self.orchestrator_address = said[0]
+        self._ports = int(said[0].rpartition(":")[2]), int(said[1].rpartition(":")[2]) if len(said) > 1 else 0
+
+    def supervise(self) -> None:
+        """Start an orchestrator that has died again, where it was; the peers find it by themselves."""
+        if self.orchestrator is None or self.orchestrator.poll() is None or self._restarts == 0:
+            return
+        self._restarts -= 1
+        log.warning("the orchestrator ended with %d; started again", self.orchestrator.code)
+        with contextlib.suppress(ConfigError):  # its port is not free yet: at the next look
+            self._start_orchestrator()
 
     def _start_host(self) -> None:
         config = self.config.replace(network__orchestrator=self.orchestrator_address)
@@ -167,6 +184,7 @@ class LocalNetwork:
             return host.run()
 
         self.host = Child(fork(work, "host"))
+        note_pid(self.folder / "logs", "host", self.host.pid)
 
     def over(self) -> str | None:
         """Why nothing more can come, or None."""
@@ -250,6 +268,7 @@ def _start_observer(network: LocalNetwork) -> tuple[Child, int]:
         return 0
 
     child = Child(fork(work, "observer"))
+    note_pid(network.folder / "logs", "observer", child.pid)
     os.close(writing)
     return child, reading
 
@@ -271,6 +290,7 @@ def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher)
     try:
         with os.fdopen(reading, "r", encoding="utf-8") as pipe:
             while True:
+                network.supervise()
                 ready, _, _ = select.select([pipe], [], [], 0.5)
                 if ready:
                     line = pipe.readline()

@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from torch import Tensor, nn
 
+from spark_node.chaos.transport import ChaoticTransport
 from spark_node.checkpoint import Owner, Store
 from spark_node.config import Config
 from spark_node.errors import ConfigError
@@ -182,8 +183,8 @@ class Service:
 class PeerProcess:
     """Everything between the fork and the exit of one peer."""
 
-    def __init__(self, job: PeerJob, slots: Slots | None) -> None:
-        self._job, self._slots = job, slots
+    def __init__(self, job: PeerJob, slots: Slots | None, order: Path | None = None) -> None:
+        self._job, self._slots, self._order = job, slots, order
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
         self._metrics = PeerMetrics(job.name, self._traffic, job.config.package.codec)
@@ -290,7 +291,7 @@ class PeerProcess:
         job, config = self._job, self._config
         terms = make_terms(config, line.run, ParameterLayout.of(job.module), job.classes)
         codec = PeerCodec(terms, job.name, config.run.seed, config.run.device)
-        transport = GrpcTransport(job.name, codec, roster, self._network, self._traffic, self._compute)
+        transport = self._transport(codec, roster)
         transport.on_newer_members = line.hurry
         self._service.terms, self._service.transport = terms, transport
         algorithm = make_algorithm(config, job.name, job.module, job.inputs, job.labels, self._timings)
@@ -298,6 +299,12 @@ class PeerProcess:
         recovery = Recovery(node, codec, transport, line, store, config.checkpoint, self._compute, classes=job.classes)
         self._metrics.checkpoints = lambda: (recovery.saved, recovery.failures)
         return transport, node, recovery
+
+    def _transport(self, codec: PeerCodec, roster: Roster) -> GrpcTransport:
+        parts = self._job.name, codec, roster, self._network, self._traffic, self._compute
+        if self._network.chaos and self._order is not None:
+            return ChaoticTransport(*parts, order=self._order)
+        return GrpcTransport(*parts)
 
     async def _rounds(
         self, node: Node, transport: GrpcTransport, line: Rendezvous, recovery: Recovery, first: int
@@ -375,11 +382,11 @@ class PeerProcess:
                 give_back()
 
 
-def run_peer(job: PeerJob, slots: Slots | None) -> None:
-    """Blocks until the peer is done or was told to stop."""
+def run_peer(job: PeerJob, slots: Slots | None, order: Path | None = None) -> None:
+    """Blocks until the peer is done or was told to stop. `order`: where network.chaos looks for its faults."""
     torch.set_num_threads(1)
-    asyncio.run(_run(job, slots))
+    asyncio.run(_run(job, slots, order))
 
 
-async def _run(job: PeerJob, slots: Slots | None) -> None:
-    await PeerProcess(job, slots).run()
+async def _run(job: PeerJob, slots: Slots | None, order: Path | None) -> None:
+    await PeerProcess(job, slots, order).run()

@@ -71,7 +71,8 @@ class Observer:
             for k in range(self._first, self._config.run.rounds + 1):
                 await self._wait_for(k, alive)
                 if not self._rounds[k].reports:
-                    return
+                    log.warning("round %d: every peer went past it without taking part; not recorded", k)
+                    continue
                 began = await self._record(k, began)
         finally:
             for task in (finding, *self._followed.values()):
@@ -108,10 +109,13 @@ class Observer:
         self._show(k)
 
     def _complete(self, k: int) -> bool:
-        """Whoever is in a later round, or done, without having told of this one took no part in it."""
+        """Whoever is in a later round, or done, without having told of this one took no part in it.
+
+        After a break peers catch up by leaping over rounds, and all of them may leap over the same one.
+        """
         beyond = {name for name, seen in self._progress.items() if seen.round > k or seen.state == "finished"}
         waited_for = set(self._members) - self._gone
-        return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models) and bool(self._rounds[k].models)
+        return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models)
 
     def _show(self, k: int) -> None:
         now = (k, len(self._rounds[k].models))

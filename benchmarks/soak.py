@@ -1,0 +1,108 @@
+"""Hours of rounds: do memory, file descriptors, threads or connections of a peer grow?
+
+A network of 20 small peers trains until the time is up (two hours, or --minutes). Every peer is looked at from outside,
+through /proc. Growth is the median over peers of the least-squares slope after the first tenth of the time (warm-up),
+as a change over the whole time.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+MEASURES = ("memory_MB", "descriptors", "threads", "connections")
+
+
+def look(pid: int) -> dict[str, float] | None:
+    """One process as it is now."""
+    place = Path(f"/proc/{pid}")
+    try:
+        status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+        files = [os.readlink(file) for file in (place / "fd").iterdir()]
+        rollup = (place / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    private = sum(int(line.split()[1]) for line in rollup if line.startswith("Private"))
+    sockets = sum(file.startswith("socket:") for file in files)
+    return dict(zip(MEASURES, (private / 1000, len(files), int(status["Threads"]), sockets), strict=True))
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Least squares, a second."""
+    x, y = [p[0] for p in points], [p[1] for p in points]
+    middle, mean = statistics.mean(x), statistics.mean(y)
+    spread = sum((a - middle) ** 2 for a in x)
+    return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+
+
+def measure(minutes: float, peers: int) -> list[dict[str, Any]]:
+    from spark_node.launch.pids import live_pids
+
+    settings = {
+        "run.transport": "grpc",
+        "run.nodes": peers,
+        "run.rounds": 1_000_000,
+        "run.clients_every": 1_000_000,
+        "data.samples_per_node": 20,
+        "model.hidden": [16],
+        "learning.timesteps": [100],
+        "package.weights": "int8",
+    }
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    seen: dict[str, list[tuple[float, dict[str, float]]]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        command = [sys.executable, "-m", "spark_node", "run", *given, "--out", str(folder), "--quiet"]
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        start = time.monotonic()
+        try:
+            while (elapsed := time.monotonic() - start) < 60 * minutes:
+                if run.poll() is not None:
+                    raise RuntimeError(run.stderr.read() if run.stderr is not None else "")
+                for name, pid in live_pids(folder / "logs").items():
+                    found = look(pid)
+                    if found is not None:
+                        seen.setdefault(name, []).append((elapsed, found))
+                time.sleep(min(15.0, 60 * minutes / 60))
+            rounds = len((folder / "rounds.jsonl").read_text().splitlines())
+        finally:
+            run.send_signal(signal.SIGTERM)
+            run.communicate()
+    rows = []
+    for kind, names in (("peer", [n for n in seen if n.startswith("peer-")]), ("orchestrator", ["orchestrator"])):
+        for what in MEASURES:
+            tails = [[(t, values[what]) for t, values in seen[name] if t > 6 * minutes] for name in names]
+            tails = [tail for tail in tails if len(tail) > 2]
+            growth = [slope(tail) * 60 * minutes for tail in tails]
+            level = statistics.median(statistics.median(v for _, v in tail) for tail in tails)
+            rows.append({
+                "process": kind, "what": what, "rounds": rounds, "median": level,
+                "growth": statistics.median(growth), "growth_%": 100 * statistics.median(growth) / max(level, 1e-9),
+                "largest_growth": max(growth),
+            })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    from benchmarks.common import arguments, report
+
+    parser = arguments(__doc__)
+    parser.add_argument("--minutes", type=float, help="how long (default: 120; with --quick: 1.5)")
+    parser.add_argument("--peers", type=int, default=20, help="default: 20")
+    options = parser.parse_args()
+    minutes = options.minutes or (1.5 if options.quick else 120)
+    rows = measure(minutes, options.peers)
+    print(json.dumps({"minutes": minutes}), file=sys.stderr)
+    report("soak", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Faults on purpose, in a running local network: what `spark-dfl chaos` does, and how peers play along."""

@@ -54,12 +54,17 @@ class RunSettings:
     rounds: int = _number(20, 1, 1_000_000, "communication rounds R")
     seed: int = _number(0, 0, 2**63 - 1, "the one seed of every random choice")
     target_accuracy: float = _number(0.85, 0.0, 1.0, "aggregated accuracy whose rounds and bytes are reported")
+    until_target: bool = _flag(False, "end with the round that reaches target_accuracy")
     transport: str = _choice("grpc", ("grpc", "memory"), "grpc: every peer a process of its own; memory: all in one")
     device: str = _text("cpu", "torch device of every peer: cpu, cuda, cuda:1, ...")
     workers: int = _number(0, 0, 1024, "peers that compute at once on this machine; 0 = one a core")
     clients_every: int = _number(
         1, 1, 1_000_000, "rounds between evaluations of every peer's own model; the last is always evaluated"
     )
+
+    def ends_with(self, aggregated_accuracy: float) -> bool:
+        """Whether a round with this accuracy is the last that is wanted."""
+        return self.until_target and aggregated_accuracy >= self.target_accuracy
 
     def evaluates_clients(self, k: int) -> bool:
         """Whether round k ends with an evaluation of every peer's own model."""

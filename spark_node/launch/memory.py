@@ -124,6 +124,8 @@ class MemoryRun:
             aggregated, clients = await self._evaluate(self.config.run.evaluates_clients(k))
             sent = {kind: count - before[kind] for kind, count in self.network.bytes_sent.items()}
             watcher.round_done(_record(k, results, aggregated, clients, sent, start, trained))
+            if self.config.run.ends_with(aggregated):
+                return
 
     async def _round(self, k: int, watcher: Watcher) -> list[RoundResult]:
         done = 0

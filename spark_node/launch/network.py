@@ -296,7 +296,9 @@ def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher)
                     line = pipe.readline()
                     if not line:
                         break
-                    _pass_on(json.loads(line), watcher)
+                    accuracy = _pass_on(json.loads(line), watcher)
+                    if accuracy is not None and network.config.run.ends_with(accuracy):
+                        break
                 elif not told and network.over() is not None:
                     os.kill(child.pid, signal.SIGUSR1)
                     told = True
@@ -304,11 +306,13 @@ def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher)
         child.stop()
 
 
-def _pass_on(event: dict[str, Any], watcher: Watcher) -> None:
+def _pass_on(event: dict[str, Any], watcher: Watcher) -> float | None:
+    """Tell the watcher; the accuracy of a round that is finished."""
     if "progress" in event:
         watcher.progress(*event["progress"])
-    elif "record" in event:
-        said = event["record"]
-        watcher.round_done(RoundRecord(**{**said, "client_accuracy": tuple(said["client_accuracy"])}))
-    else:
+        return None
+    if "record" not in event:
         raise RuntimeError(event["failed"])
+    record = RoundRecord(**{**event["record"], "client_accuracy": tuple(event["record"]["client_accuracy"])})
+    watcher.round_done(record)
+    return record.aggregated_accuracy

@@ -162,3 +162,15 @@ def test_orchestrator_hosts_and_a_node_started_by_hand_train_together(tmp_path: 
         for process in (*hosts, orchestrator):
             process.terminate()
             process.wait(20)
+
+
+def test_a_network_until_its_target_ends_there_and_leaves_no_process(tmp_path: Path) -> None:
+    settings = ["--set", "run.until_target=true", "--set", "run.target_accuracy=0.1", "--set", "run.transport=grpc"]
+    words = ["--nodes", "4", "--degree", "3", "--rounds", "50", "--out", "run", "--quiet", "--json", "--no-report"]
+    done = start("run", *words, *settings, cwd=tmp_path)
+    out, said = done.communicate(timeout=120)
+    assert done.returncode == 0, said
+    assert json.loads(out)["rounds"] < 50
+    pids = [int(path.read_text().split()[0]) for path in (tmp_path / "run" / "logs").glob("peer-*.pid")]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

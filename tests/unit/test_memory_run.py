@@ -223,3 +223,11 @@ def test_settings_reach_the_peers() -> None:
     config = small()
     changed = dataclasses.replace(config, learning=dataclasses.replace(config.learning, timesteps=(5, 10)))
     assert all(5 <= record.t_star_mean <= 10 for record in run(changed).records)
+
+
+def test_a_run_until_its_target_ends_with_the_round_that_reaches_it() -> None:
+    free = [record.aggregated_accuracy for record in run(small(run__rounds=5)).records]
+    target = free[1]
+    wanted = next(k for k, value in enumerate(free, 1) if value >= target)
+    ended = run(small(run__rounds=5, run__until_target=True, run__target_accuracy=target)).records
+    assert [record.aggregated_accuracy for record in ended] == free[:wanted]

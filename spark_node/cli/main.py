@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from spark_node import __version__
-from spark_node.cli import data, host, node, orchestrator, package, report, run
+from spark_node.cli import certs, data, host, node, orchestrator, package, report, run
 from spark_node.errors import UserError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
@@ -49,7 +49,7 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"spark-dfl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (run, host, node, orchestrator, report, data, package):
+    for module in (run, host, node, orchestrator, certs, report, data, package):
         module.add_parser(commands)
     return top
 

@@ -22,6 +22,7 @@ from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
 from spark_node.errors import ConfigError
+from spark_node.launch.certificates import forget, secured
 from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob
@@ -86,9 +87,10 @@ class LocalNetwork:
     """Orchestrator and host of one run; leaving the context ends every process that was started."""
 
     def __init__(self, config: Config, dataset: Dataset, partition: Partition, module: nn.Module, folder: Path) -> None:
-        self.config, self.dataset, self.partition, self.module = config, dataset, partition, module
+        self.dataset, self.partition, self.module = dataset, partition, module
         self.folder = folder
         self.run_id = secrets.token_hex(8)
+        self.config = secured(config, self.run_id, folder)
         self.orchestrator_address = config.network.orchestrator
         self.orchestrator: Child | None = None
         self.host: Child | None = None
@@ -110,6 +112,7 @@ class LocalNetwork:
         for child in (self.host, self.orchestrator):
             if child is not None:
                 child.stop()
+        forget(self.config, self.folder)
 
     def _start_orchestrator(self) -> None:
         from orchestrator.main import serve

@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -36,9 +36,14 @@ from spark_node.package.format import Terms
 from spark_node.package.peer import PeerCodec
 from spark_node.package.writer import encode
 from spark_node.rendezvous import Rendezvous
-from spark_node.transport.grpc import GrpcTransport, Traffic, options
+from spark_node.security.identity import Role
+from spark_node.security.tls import NotAllowed, Security, security_of
+from spark_node.transport.grpc import REASON_BY_NAME, GrpcTransport, Traffic, server_options
 
 log = logging.getLogger(__name__)
+
+SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
+"""Whose certificates may deliver messages, and whose may follow a peer and fetch its models."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,9 @@ class Progress:
 class Service:
     """The gRPC face of a peer. Deliveries come as bytes (transport/frames.py), everything else as messages."""
 
-    def __init__(self, progress: Progress, chunk_bytes: int) -> None:
+    def __init__(self, progress: Progress, chunk_bytes: int, security: Security, traffic: Traffic) -> None:
         self._progress, self._chunk_bytes = progress, chunk_bytes
+        self._security, self._traffic = security, traffic
         self.transport: GrpcTransport | None = None
         self.terms: Terms | None = None
 
@@ -147,9 +153,14 @@ class Service:
         )
 
     async def Deliver(self, request_iterator: AsyncIterator[bytes], context: Any) -> "pb.Receipt":
+        try:
+            caller = self._security.caller(context, SENDERS)
+        except NotAllowed as error:
+            self._traffic.refused[error.reason] += 1
+            return pb.Receipt(reason=REASON_BY_NAME[error.reason], detail=error.detail)
         if self.transport is None:
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
-        return await self.transport.receive(request_iterator)
+        return await self.transport.receive(request_iterator, caller.name if caller else None, context.peer())
 
     async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
         async def alone() -> AsyncIterator[bytes]:
@@ -157,7 +168,16 @@ class Service:
 
         return await self.Deliver(alone(), context)
 
+    async def _admit(self, context: Any, roles: Collection[Role]) -> None:
+        """End the call unless the caller has one of these roles."""
+        try:
+            self._security.caller(context, roles)
+        except NotAllowed as error:
+            self._traffic.refused[error.reason] += 1
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, error.detail)
+
     async def Model(self, request: "pb.ModelRequest", context: Any) -> AsyncIterator["pb.ModelReply"]:
+        await self._admit(context, OBSERVERS)
         w = self._progress.model(request.round)
         if w is None or self.terms is None or request.run != self.terms.run:
             yield pb.ModelReply(found=False)
@@ -168,6 +188,7 @@ class Service:
             yield pb.ModelReply(found=True, chunk=chunk)
 
     async def Follow(self, request: "pb.FollowRequest", context: Any) -> AsyncIterator["pb.Progress"]:
+        await self._admit(context, OBSERVERS)
         async for progress in self._progress.follow(request.after_round):
             yield progress
 
@@ -179,9 +200,10 @@ class PeerProcess:
         self._job, self._slots = job, slots
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
-        self._metrics = PeerMetrics(job.name, self._traffic)
+        self._security = security_of(job.config.security, Role.PEER, job.name)
+        self._metrics = PeerMetrics(job.name, self._traffic, self._security)
         self._progress = Progress(job.name, self._network.model_history)
-        self._service = Service(self._progress, job.config.package.chunk_bytes)
+        self._service = Service(self._progress, job.config.package.chunk_bytes, self._security, self._traffic)
         self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._reported: dict[str, Counter[Any]] = {}
         self._stop = asyncio.Event()
@@ -207,7 +229,7 @@ class PeerProcess:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self) -> tuple[aio.Server, int]:
-        server = aio.server(options=options(self._config.package, self._network))
+        server = aio.server(options=server_options(self._config.package, self._network, self._config.security))
         server.add_generic_rpc_handlers((self._service.handler(),))
         checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -216,7 +238,7 @@ class PeerProcess:
         reflection.enable_server_reflection(names, server)
         target = f"{self._network.host}:{self._job.port}"
         try:
-            port = server.add_insecure_port(target)
+            port = self._security.listen(server, target)
         except RuntimeError:
             port = 0
         if port == 0:
@@ -236,6 +258,7 @@ class PeerProcess:
             f"{self._network.host}:{port}",
             metrics_address,
             signature(config, job.module),
+            self._security,
         )
         self._progress.control = lambda: line.control_bytes
         try:
@@ -244,10 +267,14 @@ class PeerProcess:
             layout = ParameterLayout.of(job.module)
             terms = make_terms(config, line.run, layout, job.classes)
             codec = PeerCodec(terms, job.name, config.run.seed, config.run.device)
-            transport = GrpcTransport(job.name, codec, roster, self._network, self._traffic, self._compute)
+            transport = GrpcTransport(
+                job.name, codec, roster, self._network, self._traffic, self._compute, self._security, config.security
+            )
             transport.on_newer_members = line.hurry
+            self._metrics.cut_off = lambda: transport.guard.cut_off(transport.mailbox.round)
             self._service.terms, self._service.transport = terms, transport
             algorithm = make_algorithm(config, job.name, job.module, job.inputs, job.labels, self._timings)
+            transport.stages = algorithm.stages
             node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
             line.round = lambda: self._progress.round
             keep = asyncio.create_task(line.keep())

@@ -99,6 +99,11 @@ class Guard:
         sender.strikes.clear()
         return True
 
+    def is_cut_off(self, who: str, k: int) -> bool:
+        """Whether this sender's messages of round k are refused."""
+        sender = self._senders.get(who)
+        return sender is not None and k <= sender.cut_off_until
+
     def cut_off(self, k: int) -> int:
         """How many are cut off in round k."""
         return sum(k <= sender.cut_off_until for sender in list(self._senders.values()))

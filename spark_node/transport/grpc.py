@@ -33,7 +33,10 @@ _HANDSHAKE_MS = 20_000
 _STREAM, _WHOLE = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole"
 AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY, pb.REASON_TOO_FAST)
 """Answers after which the same message is sent again a little later."""
-_WILL_NOT_COME = (pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN)
+_WILL_NOT_COME = (
+    pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN,
+    pb.REASON_CUT_OFF, pb.REASON_UNAUTHENTICATED, pb.REASON_REVOKED, pb.REASON_EXPIRED, pb.REASON_WRONG_ROLE,
+)  # fmt: skip
 """Answers of peers that will say nothing to us in this round (any more)."""
 _INNOCENT = (
     pb.REASON_NONE, pb.REASON_EARLY, pb.REASON_BUSY, pb.REASON_STALE, pb.REASON_DUPLICATE, pb.REASON_NOT_A_NEIGHBOUR,
@@ -159,7 +162,7 @@ class GrpcTransport:
         wanted = set(peers)
 
         def due() -> set[str]:
-            return wanted - self._lost[k]
+            return {peer for peer in wanted - self._lost[k] if not self.guard.is_cut_off(peer, k)}
 
         limit = self.deadlines.of(stage) if deadline is None else deadline
         watching = [asyncio.create_task(self._watch(k, peer)) for peer in wanted]
@@ -168,7 +171,7 @@ class GrpcTransport:
         finally:
             for task in watching:
                 task.cancel()
-        for peer in wanted - set(found) - self._lost[k]:
+        for peer in due() - set(found):
             log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, limit)
             self.traffic.refused["late"] += 1
         messages: dict[str, Message] = {}
@@ -178,7 +181,7 @@ class GrpcTransport:
             except PackageError as error:
                 log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
                 self.traffic.refused[error.refusal.value] += 1
-                self.strike(peer)
+                await self.strike(peer)
         return messages
 
     async def close(self) -> None:
@@ -288,7 +291,7 @@ class GrpcTransport:
         if refusal:
             reason = REASON_BY_NAME[refusal]
             if reason not in _INNOCENT:
-                self.strike(who)
+                await self.strike(who)
             return self.refuse(reason, "too much at once; a sender that goes on with that is cut off")
         self._receiving += 1
         try:
@@ -297,13 +300,14 @@ class GrpcTransport:
             self._receiving -= 1
             self.guard.leave(who)
         if receipt.reason not in _INNOCENT:
-            self.strike(who)
+            await self.strike(who)
         return receipt
 
-    def strike(self, who: str) -> None:
-        """A sender did what no honest one does; it is cut off when that was once too often."""
+    async def strike(self, who: str) -> None:
+        """A sender did what no honest one does; it is cut off, and not waited for, when that was once too often."""
         if self.guard.strike(who, self.mailbox.round):
             log.warning("round %d: %s broke limits too often and is cut off", self.mailbox.round, who)
+            await self.mailbox.give_up()
 
     async def _within_limits(self, arriving: AsyncIterator[bytes], certified: str | None, who: str) -> "pb.Receipt":
         if self._receiving > self._network.streams:

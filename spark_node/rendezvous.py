@@ -15,7 +15,7 @@ from spark_node.generated.spark.v1 import orchestrator_pb2 as pb
 from spark_node.generated.spark.v1 import orchestrator_pb2_grpc as rpc
 from spark_node.membership import Roster
 from spark_node.security.identity import Role
-from spark_node.security.tls import ORCHESTRATOR, Security
+from spark_node.security.tls import ORCHESTRATOR, Security, trouble_with
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,9 @@ class Rendezvous:
                     break
                 await asyncio.sleep(_RETRY_SECONDS)
             except aio.AioRpcError as error:
+                trouble = trouble_with(error)
+                if trouble:
+                    raise JoinRefused(f"network.orchestrator = {self._target!r}: {trouble}") from None
                 if loop.time() > end:
                     said = f"network.orchestrator = {self._target!r}: not reached in {patience:.0f} s"
                     raise ConfigError(f"{said} ({error.code().name}); is it running?") from None

@@ -1,7 +1,6 @@
 """One peer's process: its service, its place in the run, its rounds."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -222,8 +221,7 @@ class PeerProcess:
         finally:
             for task in (work, stop):
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
+            await asyncio.wait({work, stop})  # whose failure is told above; the server is stopped all the same
             await server.stop(0.2)
             for pool in (self._heavy, self._light):
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -161,6 +161,18 @@ class MutualTls:
                 self._known.popitem(last=False)
 
 
+def trouble_with(error: aio.AioRpcError) -> str:
+    """What a failed handshake means and what to do; empty where it was none, and waiting may help."""
+    said = error.details() or ""
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return "its certificate is not of our authority, or has expired; give both sides certificates of one authority"
+    if "Hostname Verification" in said:
+        return "the certificate there is another's or revoked; check the address and the revocation list"
+    if "WRONG_VERSION_NUMBER" in said:
+        return "it speaks no TLS; start it with --certs DIR"
+    return ""
+
+
 def security_of(settings: SecuritySettings, role: Role, name: str) -> Security:
     """What the settings ask for; CertificateError where a certificate is asked for and cannot be used."""
     if settings.tls == "off":

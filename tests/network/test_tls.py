@@ -25,12 +25,13 @@ from spark_node.generated.spark.v1 import orchestrator_pb2, orchestrator_pb2_grp
 from spark_node.launch.peer import signature
 from spark_node.learning.messages import Weights
 from spark_node.package.peer import PeerCodec
-from spark_node.security.authority import Authority
+from spark_node.security.authority import Authority, make_run_folder
 from spark_node.security.identity import Role
-from spark_node.security.tls import MutualTls
+from spark_node.security.tls import MutualTls, Plaintext
 from spark_node.transport.frames import deliveries
 from tests.network.harness import Network, in_memory, logs, small
 from tests.network.isolation import isolated
+from tests.network.test_commands import PEER, start
 
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM, LIAR = "peer-001", "peer-002"
@@ -294,6 +295,49 @@ def test_the_orchestrator_takes_a_name_only_from_its_certificate(tmp_path: Path)
 
     under(joins, tmp_path)
     assert "the certificate is of peer-9" in logs(tmp_path)
+
+
+def test_a_peer_of_another_authority_ends_with_one_line_that_says_so(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        make_run_folder(tmp_path / name, name, ["peer-000"], 1.0)
+    orchestrator = start("orchestrator", "--nodes", "6", "--degree", "3", "--certs", "ours", cwd=tmp_path)
+    try:
+        assert orchestrator.stdout is not None
+        address = re.search(r"listens on (\S+?:\d+)", orchestrator.stdout.readline())
+        assert address is not None
+        for certs, said in (("theirs", "not of our authority"), ("nowhere", "no certificates there")):
+            node = start("node", *PEER, "--orchestrator", address[1], "--certs", certs, cwd=tmp_path)
+            _, error = node.communicate(timeout=90)
+            assert node.returncode == 2
+            assert error.count("\n") == 1
+            assert said in error
+    finally:
+        orchestrator.terminate()
+        orchestrator.wait(20)
+
+
+@isolated
+def test_without_certificates_a_token_is_asked_for_where_the_run_has_one(tmp_path: Path) -> None:
+    settings = ["--set", "security.tls=off", "--set", "security.token=sesame", "--set", "network.metrics=false"]
+    orchestrator = start("orchestrator", "--nodes", "6", "--degree", "3", *settings, cwd=tmp_path)
+
+    async def join(address: str, token: str, name: str) -> str:
+        channel = Plaintext(token).channel(address, Role.ORCHESTRATOR, "orchestrator", [])
+        async with channel:
+            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            member = orchestrator_pb2.Member(name=name, address="127.0.0.1:1")
+            reply = await stub.Join(orchestrator_pb2.JoinRequest(member=member, signature="s"), timeout=30)
+            return str(orchestrator_pb2.JoinRefusal.Name(reply.refusal))
+
+    try:
+        assert orchestrator.stdout is not None
+        address = re.search(r"listens on (\S+?:\d+)", orchestrator.stdout.readline())
+        assert address is not None
+        answers = [asyncio.run(join(address[1], token, "a")) for token in ("", "wrong", "sesame")]
+        assert answers == [*["JOIN_REFUSAL_UNAUTHENTICATED"] * 2, "JOIN_REFUSAL_NONE"]
+    finally:
+        orchestrator.terminate()
+        orchestrator.wait(20)
 
 
 def test_hostile_bytes_at_the_port_neither_stop_a_peer_nor_fill_its_memory(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 Every pair of runs trains the same peers on the same data over gRPC, one process a peer, once with mutual TLS and once
 in plaintext on the loopback; which comes first alternates. A round's time is the mean over all but the first round,
 which also opens the first connections and warms caches; the ratio is of the medians over all pairs. Neighbours change
-every round, so most connections are made anew: handshakes are part of what is measured.
+every round, so most connections are made anew: handshakes are part of what is measured. Beside the wall clock stands
+the processor time of all processes of a run, a round, start and certificates included: it holds on a busy machine too.
 """
 
+import resource
 import statistics
 import sys
 import tempfile
@@ -21,6 +23,8 @@ class Seconds:
     def __init__(self) -> None:
         self.rounds: list[float] = []
         self.accuracy = 0.0
+        self.processor = 0.0
+        """Seconds of all processes, a round."""
 
     def started(self, info: Any) -> None:
         pass
@@ -45,24 +49,32 @@ def train(tls: str, nodes: int, rounds: int, hidden: int, folder: Path) -> Secon
     }  # fmt: skip
     config = load(flags=flags, environment={})
     dataset, partition = deal(config)
-    seen = Seconds()
+    seen, before = Seconds(), _processor()
     run_network(config, dataset, partition, seen, folder)
+    seen.processor = (_processor() - before) / rounds
     return seen
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(pairs: int, nodes: int, rounds: int, hidden: int) -> list[dict[str, Any]]:
     """Both ways in turns."""
     means: dict[str, list[float]] = {"on": [], "off": []}
+    processor: dict[str, list[float]] = {"on": [], "off": []}
     accuracies: set[float] = set()
     for pair in range(pairs):
         for tls in ("on", "off") if pair % 2 else ("off", "on"):
             with tempfile.TemporaryDirectory() as folder:
                 seen = train(tls, nodes, rounds, hidden, Path(folder))
             means[tls].append(statistics.mean(seen.rounds[1:]))
+            processor[tls].append(seen.processor)
             accuracies.add(seen.accuracy)
     if len(accuracies) != 1:
         raise RuntimeError(f"the runs differ: {sorted(accuracies)}")
-    plain = statistics.median(means["off"])
+    plain, plain_processor = statistics.median(means["off"]), statistics.median(processor["off"])
     return [
         {
             "connections": name,
@@ -74,6 +86,8 @@ def measure(pairs: int, nodes: int, rounds: int, hidden: int) -> list[dict[str, 
             "fastest_ms": 1e3 * min(means[tls]),
             "slowest_ms": 1e3 * max(means[tls]),
             "ratio": statistics.median(means[tls]) / plain,
+            "processor_ms": 1e3 * statistics.median(processor[tls]),
+            "processor_ratio": statistics.median(processor[tls]) / plain_processor,
         }
         for name, tls in (("plaintext", "off"), ("mutual TLS", "on"))
     ]
@@ -86,10 +100,11 @@ def main() -> None:
 
     parser = arguments(__doc__)
     parser.add_argument("--peers", type=int, default=12, help="default: 12")
+    parser.add_argument("--pairs", type=int, help="pairs of runs (default: 5; 1 with --quick)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     pairs, rounds = (1, 6) if options.quick else (5, 20)
-    report("tls_cost", measure(pairs, options.peers, rounds, 100), options.json)
+    report("tls_cost", measure(options.pairs or pairs, options.peers, rounds, 100), options.json)
 
 
 if __name__ == "__main__":

@@ -142,12 +142,15 @@ class Observer:
         after = 0
         while name not in self._gone:
             address = self._members[name]
+            shows = self._security.expected(Role.PEER, name)
             channel_options = options(self._config.package, self._config.network)
             try:
                 async with self._security.channel(address, Role.PEER, name, channel_options) as channel:
                     stub = peer_pb2_grpc.PeerStub(channel)
                     request = peer_pb2.FollowRequest(run=self._run, after_round=after)
                     async for progress in stub.Follow(request):
+                        if shows != self._security.expected(Role.PEER, name):
+                            break  # revoked meanwhile
                         after = await self._take(stub, name, progress, after)
             except aio.AioRpcError:
                 await asyncio.sleep(0.3)

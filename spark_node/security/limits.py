@@ -68,17 +68,13 @@ class Guard:
         self._burst = 2.0 * max(largest, settings.bytes_per_second)
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
 
-    def enter(self, who: str, k: int) -> str:
-        """A message begins in round k: "" if it may, or why not. `leave` follows in the first case only."""
+    def enter(self, who: str) -> bool:
+        """Whether a message may begin; if so, `leave` follows."""
         sender = self._of(who)
-        if k <= sender.cut_off_until:
-            return "cut_off"
-        if sender.streams >= self._settings.streams_per_sender:
-            return "too_fast"
-        if not sender.messages.take(1.0, self._clock()):
-            return "too_fast"
+        if sender.streams >= self._settings.streams_per_sender or not sender.messages.take(1.0, self._clock()):
+            return False
         sender.streams += 1
-        return ""
+        return True
 
     def leave(self, who: str) -> None:
         """The message is over, whatever became of it."""
@@ -100,7 +96,7 @@ class Guard:
         return True
 
     def is_cut_off(self, who: str, k: int) -> bool:
-        """Whether this sender's messages of round k are refused."""
+        """Whether this sender's messages of round k are refused: by their round, so that both sides agree on it."""
         sender = self._senders.get(who)
         return sender is not None and k <= sender.cut_off_until
 

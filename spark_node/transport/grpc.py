@@ -287,11 +287,10 @@ class GrpcTransport:
         `certified` is the name in the sender's certificate, None without certificates: then a connection is a sender.
         """
         who = connection if certified is None else certified
-        refusal = self.guard.enter(who, self.mailbox.round)
-        if refusal:
-            reason = REASON_BY_NAME[refusal]
-            if reason not in _INNOCENT:
-                await self.strike(who)
+        if not self.guard.enter(who):
+            await self.strike(who)
+            cut_off = self.guard.is_cut_off(who, self.mailbox.round)
+            reason = pb.REASON_CUT_OFF if cut_off else pb.REASON_TOO_FAST
             return self.refuse(reason, "too much at once; a sender that goes on with that is cut off")
         self._receiving += 1
         try:
@@ -313,12 +312,14 @@ class GrpcTransport:
         if self._receiving > self._network.streams:
             return self.refuse(pb.REASON_BUSY, "too many messages at once")
         try:
-            return await self._receive(self._metered(arriving, who), certified)
+            return await self._receive(self._metered(arriving, who), certified, who)
         except _OverLimit as error:
             return self.refuse(error.reason, error.detail)
         except MissingFactor as error:
             return self.refuse(pb.REASON_MISSING_FACTOR, error.detail, error.digests)
         except PackageError as error:
+            if self.guard.is_cut_off(who, self.mailbox.round):
+                return self.refuse(pb.REASON_CUT_OFF, error.detail)
             return self.refuse(REASONS[error.refusal], error.detail)
 
     async def _metered(self, arriving: AsyncIterator[bytes], who: str) -> AsyncIterator[bytes]:
@@ -335,14 +336,14 @@ class GrpcTransport:
                 raise _OverLimit(pb.REASON_TOO_FAST, "too many bytes a second")
             yield raw
 
-    async def _receive(self, arriving: AsyncIterator[bytes], certified: str | None) -> "pb.Receipt":
+    async def _receive(self, arriving: AsyncIterator[bytes], certified: str | None, who: str) -> "pb.Receipt":
         envelope: pb.Envelope | None = None
         whole = Assembly(self._package.max_message_bytes)
         async for raw in arriving:
             frame = read(raw)
             if envelope is None:
                 envelope = frame.envelope or pb.Envelope()
-                reason = self._judge(envelope, certified)
+                reason = self._judge(envelope, certified, who)
                 if reason != pb.REASON_NONE:
                     return self.refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
                 if self.mailbox.held(envelope.sender) + frame.total > self._limits.pending_bytes:
@@ -353,13 +354,15 @@ class GrpcTransport:
         data = whole.finish()
         kind = self.codec.inspect(data, envelope.round, envelope.sender)
         self.traffic.received[(envelope.sender, kind)] += len(data)
-        reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)  # the world moved meanwhile
+        reason = self._judge(envelope, certified, who)  # the world moved meanwhile
         if reason != pb.REASON_NONE:
             return self.refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
         await self.mailbox.put(envelope.round, envelope.stage, envelope.sender, data)
         return pb.Receipt(round=self.mailbox.round)
 
-    def _judge(self, envelope: "pb.Envelope", certified: str | None) -> "pb.Reason":
+    def _judge(self, envelope: "pb.Envelope", certified: str | None, who: str) -> "pb.Reason":
+        if self.guard.is_cut_off(who, envelope.round):
+            return pb.REASON_CUT_OFF
         if certified not in (None, envelope.sender):
             return pb.REASON_WRONG_SENDER
         if envelope.run != self.codec.terms.run:

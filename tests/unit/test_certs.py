@@ -267,13 +267,13 @@ def guard(**changes: float) -> Guard:
 
 def test_a_sender_has_so_many_messages_and_streams() -> None:
     it = guard(messages_per_second=5.0, streams_per_sender=2)
-    assert [it.enter("a", 1) for _ in range(3)] == ["", "", "too_fast"]
-    assert it.enter("b", 1) == ""
+    assert [it.enter("a") for _ in range(3)] == [True, True, False]
+    assert it.enter("b")
     for _ in range(8):
         it.leave("a")
-        assert it.enter("a", 1) == ""
+        assert it.enter("a")
     it.leave("a")
-    assert it.enter("a", 1) == "too_fast"  # ten in no time
+    assert not it.enter("a")  # ten in no time
 
 
 def test_bytes_are_limited_but_one_message_of_the_largest_size_is_not() -> None:
@@ -287,8 +287,8 @@ def test_bytes_are_limited_but_one_message_of_the_largest_size_is_not() -> None:
 def test_a_sender_is_cut_off_after_some_strikes_for_some_rounds_and_the_others_are_not() -> None:
     it = guard(strikes=3, cut_off_rounds=2)
     assert [it.strike("a", 7) for _ in range(3)] == [False, False, True]
-    assert [it.enter("a", k) for k in (7, 8, 9)] == ["cut_off", "cut_off", ""]
-    assert it.enter("b", 7) == ""
+    assert [it.is_cut_off("a", k) for k in (7, 8, 9)] == [True, True, False]
+    assert not it.is_cut_off("b", 7)
     assert (it.cut_off(7), it.cut_off(9)) == (1, 0)
 
 
@@ -298,7 +298,9 @@ def test_strikes_of_long_ago_are_forgotten() -> None:
 
 
 def test_nobody_is_cut_off_before_the_first_round() -> None:
-    assert guard().enter("a", 0) == ""
+    it = guard()
+    assert it.enter("a")
+    assert not it.is_cut_off("a", 0)
 
 
 def test_the_memory_of_senders_is_bounded() -> None:

@@ -156,10 +156,15 @@ class Service:
             caller = self._security.caller(context, SENDERS)
         except NotAllowed as error:
             self._traffic.refused[error.reason] += 1
+            if self.transport is not None and error.over is not None:
+                await self.transport.dismiss(error.over)
             return pb.Receipt(reason=REASON_BY_NAME[error.reason], detail=error.detail)
         if self.transport is None:
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
-        return await self.transport.receive(request_iterator, caller.name if caller else None, context.peer())
+        if caller is None:
+            return await self.transport.receive(request_iterator, None, context.peer())
+        self.transport.welcome(caller)
+        return await self.transport.receive(request_iterator, caller.name, context.peer())
 
     async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
         async def alone() -> AsyncIterator[bytes]:

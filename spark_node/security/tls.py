@@ -31,9 +31,11 @@ _REMEMBERED = 4096
 class NotAllowed(Exception):
     """A caller that may not do what it asks; the reason is one that metrics count."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, over: Identity | None = None) -> None:
         super().__init__(detail)
         self.reason, self.detail = reason, detail
+        self.over = over
+        """The identity of the caller, where its certificate has expired or is revoked."""
 
 
 class Security(Protocol):
@@ -140,9 +142,9 @@ class MutualTls:
             raise NotAllowed("unauthenticated", "no identity in the certificate") from None
         identity = seen.identity
         if seen.not_after <= datetime.now(UTC):
-            raise NotAllowed("expired", f"the certificate of {identity.name} has expired")
+            raise NotAllowed("expired", f"the certificate of {identity.name} has expired", identity)
         if self._revocations().covers(identity):
-            raise NotAllowed("revoked", f"the certificate of {identity.name} is revoked")
+            raise NotAllowed("revoked", f"the certificate of {identity.name} is revoked", identity)
         if identity.authority != self._own.identity.authority:
             raise NotAllowed("unauthenticated", "a certificate of another authority")
         self._note(context.peer())

@@ -17,7 +17,7 @@ from spark_node.membership import Roster
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
 from spark_node.package.peer import PeerCodec
-from spark_node.security.identity import Role
+from spark_node.security.identity import Identity, Role
 from spark_node.security.limits import Guard
 from spark_node.security.tls import Security
 from spark_node.transport.deadline import Deadlines
@@ -124,6 +124,8 @@ class GrpcTransport:
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._receiving = 0
+        self._generations: dict[str, int] = {}
+        self._dismissed: set[str] = set()
         self.on_newer_members: Callable[[], None] = lambda: None
 
     # What a round calls.
@@ -162,7 +164,8 @@ class GrpcTransport:
         wanted = set(peers)
 
         def due() -> set[str]:
-            return {peer for peer in wanted - self._lost[k] if not self.guard.is_cut_off(peer, k)}
+            there = wanted - self._lost[k] - self._dismissed
+            return {peer for peer in there if not self.guard.is_cut_off(peer, k)}
 
         limit = self.deadlines.of(stage) if deadline is None else deadline
         watching = [asyncio.create_task(self._watch(k, peer)) for peer in wanted]
@@ -301,6 +304,17 @@ class GrpcTransport:
         if receipt.reason not in _INNOCENT:
             await self.strike(who)
         return receipt
+
+    def welcome(self, identity: Identity) -> None:
+        """A sender has shown a certificate that holds."""
+        self._generations[identity.name] = identity.generation
+        self._dismissed.discard(identity.name)
+
+    async def dismiss(self, identity: Identity) -> None:
+        """A sender's certificate is over: nobody waits for what will not be taken. Its successor is not its victim."""
+        if identity.role is Role.PEER and identity.generation >= self._generations.get(identity.name, 0):
+            self._dismissed.add(identity.name)
+            await self.mailbox.give_up()
 
     async def strike(self, who: str) -> None:
         """A sender did what no honest one does; it is cut off, and not waited for, when that was once too often."""

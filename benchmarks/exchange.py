@@ -31,9 +31,10 @@ def terms_for(numbers: int) -> Any:
 
 
 def transport_for(peer: str, numbers: int, addresses: dict[str, str]) -> Any:
-    from spark_node.config import NetworkSettings, TopologySettings
+    from spark_node.config import NetworkSettings, SecuritySettings, TopologySettings
     from spark_node.membership import Roster
     from spark_node.package.peer import PeerCodec
+    from spark_node.security.tls import Plaintext
     from spark_node.transport.grpc import GrpcTransport, Traffic
 
     roster = Roster(0, TopologySettings("ring", 2, False))
@@ -43,7 +44,8 @@ def transport_for(peer: str, numbers: int, addresses: dict[str, str]) -> Any:
     async def compute(work: Any, *arguments: Any, heavy: bool = False) -> Any:
         return await asyncio.to_thread(work, *arguments)
 
-    return GrpcTransport(peer, codec, roster, NetworkSettings(), Traffic(), compute)
+    limits = SecuritySettings(tls="off", pending_bytes=2**30)
+    return GrpcTransport(peer, codec, roster, NetworkSettings(), Traffic(), compute, Plaintext(), limits)
 
 
 async def receiver(numbers: int, ready: int) -> None:
@@ -53,9 +55,11 @@ async def receiver(numbers: int, ready: int) -> None:
 
     from spark_node.launch.peer import Progress, Service
     from spark_node.memory import memory_of
+    from spark_node.security.tls import Plaintext
+    from spark_node.transport.grpc import Traffic
 
     addresses = {"a": "127.0.0.1:1", "b": "127.0.0.1:1", "c": "127.0.0.1:1"}
-    service = Service(Progress("b", 1), MIB)
+    service = Service(Progress("b", 1), MIB, Plaintext(), Traffic())
     service.transport = transport_for("b", numbers, addresses)
     await service.transport.enter(1)
 

@@ -17,6 +17,8 @@ from orchestrator import discovery, service
 from orchestrator.registry import MAX_ROUND, Event, Registry, Terms
 from spark_node.config import Config
 from spark_node.errors import UserError
+from spark_node.security.identity import Role
+from spark_node.security.tls import ORCHESTRATOR, Security, security_of
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,6 @@ def serve(
     signature: str = "",
     closed: bool = False,
     recorded: int | None = None,
-    credentials: "grpc.ServerCredentials | None" = None,
     ready: Callable[[str, str], None] = lambda address, http_address: None,
 ) -> int:
     """Run until SIGTERM or SIGINT, unless that is ignored; 0. UserError where it cannot listen.
@@ -61,7 +62,7 @@ def serve(
     registry = Registry(terms, SteadyClock(terms.lease / 3), first_version=time.time_ns() // 1_000_000, listener=note)
     metrics.watch(registry)
     _allow_many_connections()
-    asyncio.run(_serve(config, registry, metrics, (port, http_port), credentials, ready))
+    asyncio.run(_serve(config, registry, metrics, (port, http_port), ready))
     return 0
 
 
@@ -85,7 +86,6 @@ async def _serve(
     registry: Registry,
     metrics: discovery.Metrics,
     ports: tuple[int, int],
-    credentials: "grpc.ServerCredentials | None",
     ready: Callable[[str, str], None],
 ) -> None:
     stop = asyncio.Event()
@@ -93,9 +93,11 @@ async def _serve(
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     host, http_address, pages = config.network.host, "", None
-    server = await service.make_server(registry, metrics, config.network.keepalive)
+    security = security_of(config.security, Role.ORCHESTRATOR, ORCHESTRATOR)
+    rate = config.security.messages_per_second
+    server = await service.make_server(registry, metrics, config.network.keepalive, security, rate)
     try:
-        address = _bind(server, host, ports[0], credentials)
+        address = _bind(server, host, ports[0], security)
         await server.start()
         if config.network.metrics:
             pages = await _listen_http(host, ports[1], registry, metrics)
@@ -117,13 +119,11 @@ async def _keep_time(registry: Registry, stop: asyncio.Event) -> None:
             await asyncio.wait_for(stop.wait(), min(0.5, registry.terms.lease / 10))
 
 
-def _bind(server: "grpc.aio.Server", host: str, port: int, credentials: "grpc.ServerCredentials | None") -> str:
+def _bind(server: "grpc.aio.Server", host: str, port: int, security: Security) -> str:
     address = _authority(host, port)
     try:
         _try_to_bind(host, port)  # gRPC would only say that it failed, and log why
-        if credentials is None:
-            return _authority(host, server.add_insecure_port(address))
-        return _authority(host, server.add_secure_port(address, credentials))
+        return _authority(host, security.listen(server, address))
     except (OSError, RuntimeError) as error:
         raise _cannot_listen(address, error, "--port") from None
 

@@ -32,6 +32,8 @@ class Refusal(enum.IntEnum):
     NAME_TAKEN = 3
     FULL = 4
     MALFORMED = 5
+    UNAUTHENTICATED = 6
+    WRONG_IDENTITY = 7
 
 
 class Refused(Exception):
@@ -160,7 +162,7 @@ class Registry:
             self._check_request(run, member, signature, round, held)
             self._check_place(member, signature, now)
         except Refused as refused:
-            self._tell("refusal", f"{member.name[:64]!r} may not join: {refused}", refused.reason.name.lower())
+            self.turn_away(member.name, refused)
             raise
         kind = "return" if member.name in self._places else "join"
         self._signature = self._signature or signature
@@ -169,6 +171,10 @@ class Registry:
         self._tell(kind, f"{kind} of {member.name} at {member.address}; {len(self)} of {self.terms.nodes}")
         self._start_if_due(now)
         return self._news(version) if self.started else None
+
+    def turn_away(self, name: str, refused: Refused) -> None:
+        """A join that was refused, here or before it came here, is told of."""
+        self._tell("refusal", f"{name[:64]!r} may not join: {refused}", refused.reason.name.lower())
 
     def renew(self, run: str, name: str, address: str, round: int, version: int) -> tuple[bool, MemberList | None]:
         """Give a member another lease. Whether it is one, and a list where the run is on and its own is older."""

@@ -10,8 +10,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from orchestrator.discovery import Metrics
-from orchestrator.registry import Member, MemberList, Refused, Registry
+from orchestrator.registry import Member, MemberList, Refusal, Refused, Registry
 from spark_node.generated.spark.v1 import orchestrator_pb2 as pb
+from spark_node.security.identity import Role
+from spark_node.security.limits import Rates
+from spark_node.security.tls import NotAllowed, Security
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_REPLY_BYTES = 2**25  # as much as peers take: the list of MAX_MEMBERS, at 300 bytes each
@@ -22,14 +25,20 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"]
 class OrchestratorService:
     """The four calls of the protocol."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, security: Security, calls_per_second: float) -> None:
+        self._registry, self._security = registry, security
+        self._rates = Rates(calls_per_second)
         self._sent: tuple[MemberList | None, pb.Members | None] = (None, None)
 
-    async def Join(self, request: pb.JoinRequest, context: object) -> pb.JoinReply:
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         """Take a peer in, or say why not."""
         asks = request.member
         member = Member(asks.name, asks.address, asks.metrics_address)
+        try:
+            await self._identify(asks.name, context)
+        except Refused as refused:
+            self._registry.turn_away(asks.name, refused)
+            return pb.JoinReply(refusal=pb.JoinRefusal.Name(refused.reason), detail=refused.detail)
         try:
             news = self._registry.join(
                 request.run, member, request.signature, request.round, request.version, request.held
@@ -44,8 +53,9 @@ class OrchestratorService:
             before=self._before(news, request.version),
         )
 
-    async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
+    async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
         """Keep a peer's place."""
+        await self._only(request.name, context)
         known, news = self._registry.renew(request.run, request.name, request.address, request.round, request.version)
         return pb.RenewReply(
             known=known,
@@ -54,15 +64,38 @@ class OrchestratorService:
             before=self._before(news, request.version),
         )
 
-    async def Leave(self, request: pb.LeaveRequest, context: object) -> pb.LeaveReply:
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
         """Let a peer go."""
+        await self._only(request.name, context)
         self._registry.leave(request.run, request.name, request.address, request.round)
         return pb.LeaveReply()
 
-    async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Tell an observer."""
+        await self._only(None, context)
         news = self._registry.describe(request.version)
         return pb.DescribeReply(run=self._run(), members=self._members(news))
+
+    async def _identify(self, name: str | None, context: Any) -> None:
+        """Refused unless the caller is the peer of that name; without a name, unless it has any part in the run."""
+        roles = (Role.PEER,) if name is not None else (Role.PEER, Role.OBSERVER)
+        try:
+            caller = self._security.joins(context, roles)
+        except NotAllowed as error:
+            known = error.reason == "wrong_role"
+            raise Refused(Refusal.WRONG_IDENTITY if known else Refusal.UNAUTHENTICATED, error.detail) from None
+        if not self._rates.allow(caller.uri if caller is not None else context.peer()):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls a second")
+        if caller is not None and name not in (None, caller.name):
+            detail = f"the certificate is of {caller.name}; join under that name"
+            raise Refused(Refusal.WRONG_IDENTITY, detail)
+
+    async def _only(self, name: str | None, context: Any) -> None:
+        """End the call of anybody else."""
+        try:
+            await self._identify(name, context)
+        except Refused as refused:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, refused.detail)
 
     def _run(self) -> pb.RunDescription:
         terms = self._registry.terms
@@ -93,7 +126,9 @@ def _message(found: MemberList) -> pb.Members:
     return pb.Members(version=found.version, from_round=found.from_round, members=members)
 
 
-async def make_server(registry: Registry, metrics: Metrics, keepalive: float) -> grpc.aio.Server:
+async def make_server(
+    registry: Registry, metrics: Metrics, keepalive: float, security: Security, calls_per_second: float
+) -> grpc.aio.Server:
     """A server with the service, its health and its reflection; it still needs a port."""
     server = grpc.aio.server(
         options=[
@@ -103,9 +138,11 @@ async def make_server(registry: Registry, metrics: Metrics, keepalive: float) ->
             ("grpc.server.max_pending_requests", 10_000),  # all peers may come at once
             ("grpc.server.max_pending_requests_hard_limit", 20_000),
             ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive * 500)),  # peers probe every `keepalive`
+            ("grpc.server_handshake_timeout_ms", 20_000),
+            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what arrives is as large as it looks
         ]
     )
-    service = OrchestratorService(registry)
+    service = OrchestratorService(registry, security, calls_per_second)
     handlers = {method.name: _handler(service, method, metrics) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
     healthy = health.aio.HealthServicer()

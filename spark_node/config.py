@@ -5,6 +5,7 @@ mistake is one line that names the key, the value, where it came from and what i
 """
 
 import dataclasses
+import ipaddress
 import json
 import os
 import tomllib
@@ -303,6 +304,24 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class SecuritySettings:
+    """Who may talk to whom, and how much one sender may ask for."""
+
+    tls: str = _choice("on", ("on", "off"), "mutual TLS by identity; off = plaintext, on the loopback only")
+    certs: str = _text("", "folder of certificates (spark-dfl certs); empty = `run` makes those of its own network")
+    token: str = _text("", "with tls = off: a word that whoever talks to the orchestrator must know; empty = none")
+    days: float = _number(30.0, 0.001, 36_500.0, "days for which the certificates that `run` makes hold")
+    connections: int = _number(4096, 1, 10_000_000, "connections that a peer lets others make to it at once")
+    streams_per_sender: int = _number(8, 1, 10_000, "messages that a peer receives at once from one sender")
+    messages_per_second: float = _number(200.0, 0.1, 1e9, "calls a second that one sender may make")
+    bytes_per_second: float = _number(2.0**30, 1024.0, 1e15, "bytes a second that one sender may send to a peer")
+    pending_bytes: int = _number(2**29, 1024, 2**44, "bytes of one sender that a peer holds before it reads them")
+    silence: float = _number(30.0, 0.1, 86_400.0, "seconds without a byte after which a message is given up")
+    strikes: int = _number(10, 1, 1_000_000, "broken limits or unsound messages after which a sender is cut off")
+    cut_off_rounds: int = _number(3, 1, 1_000_000, "rounds for which such a sender is refused at once")
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
 
@@ -318,6 +337,7 @@ class Config:
     robust: RobustSettings = RobustSettings()
     network: NetworkSettings = NetworkSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    security: SecuritySettings = SecuritySettings()
 
     def replace(self, **settings: Any) -> "Config":
         """A copy with settings given as section__key=value, checked like any other layer.
@@ -418,17 +438,21 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML that `load(file=...)` reads back to the same configuration."""
+    """The configuration as TOML that `load(file=...)` reads back to the same configuration, secrets left out."""
     lines: list[str] = []
     for section, fields in _schema().items():
-        part = getattr(config, section)
+        part = getattr(_without_secrets(config), section)
         lines += [f"[{section}]", *(f"{name} = {_toml_value(getattr(part, name))}" for name in fields), ""]
     return "\n".join(lines)
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as plain dictionaries, for JSON."""
-    return dataclasses.asdict(config)
+    """The configuration as plain dictionaries, for JSON, secrets left out."""
+    return dataclasses.asdict(_without_secrets(config))
+
+
+def _without_secrets(config: Config) -> Config:
+    return dataclasses.replace(config, security=dataclasses.replace(config.security, token=""))
 
 
 def _schema() -> dict[str, dict[str, "dataclasses.Field[Any]"]]:
@@ -541,11 +565,31 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"package.max_error = {config.package.max_error}: chooses the bits itself; leave package.bits at 0"
         )
+    _check_plaintext(config)
     kind = config.model.kind
     if kind not in ("mlp", "cnn") and ":" not in kind:
         raise ConfigError(f"model.kind = {kind!r}: allowed: mlp, cnn, or package.module:factory")
     if kind == "cnn" and not config.model.channels:
         raise ConfigError("model.channels = []: a cnn needs at least one convolution, for example [8, 16]")
+
+
+def _check_plaintext(config: Config) -> None:
+    """Without encryption nothing leaves the machine."""
+    if config.security.tls == "on" and config.security.token:
+        raise ConfigError("security.token: only for security.tls = 'off'; with certificates nobody needs a token")
+    network, anywhere = config.network, config.security.tls == "on"
+    for key, host in (("host", network.host), ("orchestrator", network.orchestrator.rpartition(":")[0])):
+        if not anywhere and not is_loopback(host or "localhost"):
+            said = f"network.{key} = {getattr(network, key)!r}: not of this machine alone, and security.tls = 'off'"
+            raise ConfigError(f"{said}; leave tls on and give --certs DIR (spark-dfl certs makes one)")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _plain(value: Any) -> Value:

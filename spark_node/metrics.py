@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from spark_node.memory import memory_of
+from spark_node.security.tls import Security
 from spark_node.transport.grpc import Traffic
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -36,11 +37,14 @@ class Histogram:
 class PeerMetrics(Collector):
     """What a scrape sees; values are read when asked for, so that training pays nothing."""
 
-    def __init__(self, peer: str, traffic: Traffic, codec: Callable[[str], str] = lambda _: "") -> None:
+    def __init__(
+        self, peer: str, traffic: Traffic, security: Security, codec: Callable[[str], str] = lambda _: ""
+    ) -> None:
         self._labels = {"peer": peer, "run": ""}
-        self._traffic, self._codec = traffic, codec
+        self._traffic, self._security, self._codec = traffic, security, codec
         self.control: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Bytes sent to the orchestrator, and received from it."""
+        self.cut_off: Callable[[], int] = lambda: 0
         self.round = 0
         self.expected = self.used = 0
         self.facts: Mapping[str, float] = {}
@@ -82,6 +86,7 @@ class PeerMetrics(Collector):
         for neighbour, value in list(traffic.suspected.items()):
             suspected.add_metric([*self._labels.values(), neighbour], value)
         found.append(suspected)
+        found += self._strangers()
         found += [self._gauge(f"spark_{name}", f"{name} of the last round", v) for name, v in self.facts.items()]
         if self.accuracy is not None:
             found.append(self._gauge("spark_own_accuracy", "Accuracy of the peer's own model", self.accuracy))
@@ -90,6 +95,15 @@ class PeerMetrics(Collector):
         found.append(self._histogram("spark_round_seconds", "Wall-clock time of a round", {"": self.rounds}, ""))
         found.append(self._histogram("spark_stage_seconds", "Time of a part of a round", self.stages, "stage"))
         return found
+
+    def _strangers(self) -> list[Metric]:
+        """Over TLS: connections on which no certified caller ever called were refused in the handshake, or idle."""
+        made, known = self._security.connections, self._security.authenticated
+        return [
+            self._counter("spark_connections", "Connections made to this peer", made),
+            self._counter("spark_connections_certified", "Those on which a certificate of the run called", known),
+            self._gauge("spark_cut_off", "Senders that are refused for breaking limits", self.cut_off()),
+        ]
 
     def _bytes(self, traffic: Traffic) -> list[Metric]:
         names = [*self._labels, "kind", "codec", "role", "neighbour"]

@@ -17,6 +17,8 @@ from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import orchestrator_pb2 as pb
 from spark_node.generated.spark.v1 import orchestrator_pb2_grpc as rpc
 from spark_node.membership import Roster
+from spark_node.security.identity import Role
+from spark_node.security.tls import ORCHESTRATOR, Security, trouble_with
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +35,15 @@ class JoinRefused(ConfigError):
 class Rendezvous:
     """One peer's membership of a run."""
 
-    def __init__(self, orchestrator: str, name: str, address: str, metrics_address: str, signature: str) -> None:
+    def __init__(
+        self, orchestrator: str, name: str, address: str, metrics_address: str, signature: str, security: Security
+    ) -> None:
         self._target = orchestrator
         self._member = pb.Member(name=name, address=address, metrics_address=metrics_address)
         self._signature = signature
-        self._channel = aio.insecure_channel(orchestrator, options=[("grpc.max_receive_message_length", 2**25)])
+        self._channel = security.channel(
+            orchestrator, Role.ORCHESTRATOR, ORCHESTRATOR, [("grpc.max_receive_message_length", 2**25)]
+        )
         self._stub = rpc.OrchestratorStub(self._channel)
         self._lease = 5.0
         self._hurry = asyncio.Event()
@@ -93,6 +99,9 @@ class Rendezvous:
             try:
                 return await call()
             except aio.AioRpcError as error:
+                trouble = trouble_with(error)
+                if trouble:
+                    raise JoinRefused(f"network.orchestrator = {self._target!r}: {trouble}") from None
                 if loop.time() > end:
                     said = f"network.orchestrator = {self._target!r}: not reached in {patience:.0f} s"
                     raise ConfigError(f"{said} ({error.code().name}); is it running?") from None

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  spark-dfl orchestrator --nodes 60 --port 7000                                        on one machine
+  spark-dfl orchestrator --nodes 60 --host 10.0.0.1 --port 7000 --certs certs          on one machine
   spark-dfl host --orchestrator 10.0.0.1:7000 --nodes 60 --first 0  --count 30 \\
-      --set network.host=10.0.0.2                                                      on a second one
+      --certs certs --set network.host=10.0.0.2                                        on a second one
   spark-dfl host --orchestrator 10.0.0.1:7000 --nodes 60 --first 30 --count 30 \\
-      --set network.host=10.0.0.3                                                      on a third one
+      --certs certs --set network.host=10.0.0.3                                        on a third one
 
 All hosts of a run take the same settings: the same --config file is the simplest way. The dataset is looked for on
 each host; a peer only reads its own share of it. SIGTERM ends all peers cleanly."""
@@ -47,7 +47,7 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     add_sources(parser)
     add_flags(parser, "the network", ["--algorithm", "--nodes", "--rounds", "--seed"])
     add_flags(parser, "the data", ["--dataset", "--data-dir", "--partition"])
-    add_flags(parser, "the machine", ["--device", "--workers"])
+    add_flags(parser, "the machine", ["--device", "--workers", "--certs"])
     line = parser.add_argument_group("the run")
     line.add_argument("--orchestrator", metavar="HOST:PORT", help="where the run's orchestrator listens")
     linger = "seconds to go on answering after the last round (default: 30)"
@@ -63,7 +63,22 @@ def peer_config(args: argparse.Namespace) -> Config:
         config = config.replace(network__orchestrator=args.orchestrator)
     if not config.network.orchestrator:
         raise ConfigError("network.orchestrator = '': give --orchestrator HOST:PORT of the run's orchestrator")
+    check_folder(config)
     return config
+
+
+def check_folder(config: Config) -> None:
+    """One line where there are no certificates at all, instead of one a peer; each peer looks closely at its own."""
+    from spark_node.security.identity import AUTHORITY, CertificateError
+    from spark_node.security.tls import require_folder
+
+    if config.security.tls == "off":
+        return
+    place = require_folder(config.security)
+    if not (place / f"{AUTHORITY}.pem").exists():
+        raise CertificateError(
+            f"security.certs = {str(place)!r}: no certificates there; make them with spark-dfl certs"
+        )
 
 
 def jobs_of(config: Config, first: int, count: int, linger: float, checkpoints: Path) -> "list[PeerJob]":

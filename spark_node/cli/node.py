@@ -7,7 +7,8 @@ from spark_node.cli.host import add_peer_flags, jobs_of, peer_config
 
 _EPILOG = """\
 example:
-  spark-dfl node --orchestrator 10.0.0.1:7000 --index 3 --nodes 60 --config run.toml --set network.host=10.0.0.2
+  spark-dfl node --orchestrator 10.0.0.1:7000 --index 3 --nodes 60 --config run.toml --certs certs \\
+      --set network.host=10.0.0.2
 
 The peer's name and its share of the dataset follow from --index. All peers of a run take the same settings."""
 

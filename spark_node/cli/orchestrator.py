@@ -15,10 +15,12 @@ and may be started anew in the middle of a run: with the same settings, --run-id
 
 _EPILOG = """\
 examples:
-  spark-dfl orchestrator --nodes 20 --port 7400 --http-port 7401
-  spark-dfl orchestrator --config runs/wide/config.toml --host 10.0.0.1 --port 7400
-  spark-dfl orchestrator --run-id monday --seed 7 --port 7400       anew after a crash, for the peers still at work
-  spark-dfl orchestrator --json                                     where it listens, as a line of JSON
+  spark-dfl orchestrator --certs certs --nodes 20 --port 7400 --http-port 7401
+  spark-dfl orchestrator --certs certs --config runs/wide/config.toml --host 10.0.0.1 --port 7400
+  spark-dfl orchestrator --certs certs --run-id monday --seed 7 --port 7400
+                                                   anew after a crash, for the peers still at work
+  spark-dfl orchestrator --set security.tls=off --json
+                                                   on the loopback without encryption; where it listens, as JSON
 
 over HTTP: /sd (every peer, for Prometheus' http_sd_configs), /metrics (its own), /healthz
 exit codes: 0 stopped, 2 bad usage or a port in use"""
@@ -35,6 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_sources(parser)
     add_flags(parser, "the network", ("--nodes", "--topology", "--degree", "--seed"))
+    add_flags(parser, "the machine", ("--certs",))
     service = parser.add_argument_group("the service")
     service.add_argument("--run-id", metavar="ID", help="name of the run (default: a new one)")
     service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")

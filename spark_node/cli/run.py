@@ -44,6 +44,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--transport": ("run.transport", "NAME"),
         "--device": ("run.device", "NAME"),
         "--workers": ("run.workers", "N"),
+        "--certs": ("security.certs", "DIR"),
     },
 }
 FLAGS = {flag: key for group in _GROUPS.values() for flag, (key, _) in group.items()}
@@ -113,7 +114,7 @@ def command(args: argparse.Namespace) -> int:
         check_device(config.run.device)
         dataset, partition = deal(config)
         counts = _label_counts(dataset, partition)
-        command_line = shlex.join(["spark-dfl", *args.argv])
+        command_line = shlex.join(["spark-dfl", *map(_without_token, args.argv)])
         folder = RunFolder(path, config, command=command_line, label_counts=counts, resumed=resumed)
         status, failure = _train(config, dataset, partition, folder, shown)
         shown.note("Writing the report")
@@ -138,6 +139,10 @@ def _to_resume(args: argparse.Namespace) -> "Run | None":
     if given:
         raise ConfigError(f"--resume takes the settings of its run; leave out {', '.join(given)}")
     return load_resumable(Path(args.resume))
+
+
+def _without_token(argument: str) -> str:
+    return "security.token=..." if argument.startswith("security.token=") else argument
 
 
 def load_config(args: argparse.Namespace) -> Config:

@@ -22,6 +22,7 @@ from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
 from spark_node.errors import ConfigError
+from spark_node.launch.certificates import forget, secured
 from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob
@@ -107,9 +108,10 @@ class LocalNetwork:
         run_id: str = "",
         recorded: int | None = None,
     ) -> None:
-        self.config, self.dataset, self.partition, self.module = config, dataset, partition, module
+        self.dataset, self.partition, self.module = dataset, partition, module
         self.folder, self._recorded = folder, recorded
         self.run_id = run_id or new_run_id()
+        self.config = secured(config, self.run_id, folder)
         self.orchestrator_address = config.network.orchestrator
         self._ports = (0, 0)
         self._restarts = config.network.restarts
@@ -133,6 +135,7 @@ class LocalNetwork:
         for child in (self.host, self.orchestrator):
             if child is not None:
                 child.stop()
+        forget(self.config, self.folder)
 
     def _start_orchestrator(self) -> None:
         from orchestrator.main import serve

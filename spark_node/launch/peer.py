@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,9 +39,14 @@ from spark_node.package.format import Terms
 from spark_node.package.peer import PeerCodec
 from spark_node.package.writer import encode
 from spark_node.rendezvous import Rendezvous
-from spark_node.transport.grpc import GrpcTransport, Traffic, options
+from spark_node.security.identity import Identity, Role
+from spark_node.security.tls import NotAllowed, Security, security_of
+from spark_node.transport.grpc import REASON_BY_NAME, GrpcTransport, Traffic, server_options
 
 log = logging.getLogger(__name__)
+
+SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
+"""Whose certificates may deliver messages, and whose may follow a peer and fetch its models."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Progress:
                 said = now()
                 fresh = [report for report in self.reports if report.round > after]
             after = max([after, *(report.round for report in fresh)])
-            if fresh:  # the kernel walks all pages to answer, so it is not asked at every change
+            if any(report.round <= 2 or report.round % 5 == 0 for report in fresh):  # the kernel walks all pages for it
                 memory = await asyncio.to_thread(memory_of)
             yield pb.Progress(
                 name=self.name,
@@ -126,9 +131,9 @@ class Progress:
 class Service:
     """The gRPC face of a peer. Deliveries come as bytes (transport/frames.py), everything else as messages."""
 
-    def __init__(self, progress: Progress, chunk_bytes: int, traffic: Traffic | None = None) -> None:
+    def __init__(self, progress: Progress, chunk_bytes: int, security: Security, traffic: Traffic) -> None:
         self._progress, self._chunk_bytes = progress, chunk_bytes
-        self._traffic = traffic or Traffic()
+        self._security, self._traffic = security, traffic
         self.transport: GrpcTransport | None = None
         self.terms: Terms | None = None
 
@@ -148,9 +153,19 @@ class Service:
         )
 
     async def Deliver(self, request_iterator: AsyncIterator[bytes], context: Any) -> "pb.Receipt":
+        try:
+            caller = self._security.caller(context, SENDERS)
+        except NotAllowed as error:
+            self._traffic.refused[error.reason] += 1
+            if self.transport is not None and error.over is not None:
+                await self.transport.dismiss(error.over)
+            return pb.Receipt(reason=REASON_BY_NAME[error.reason], detail=error.detail)
         if self.transport is None:
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
-        return await self.transport.receive(request_iterator)
+        if caller is None:
+            return await self.transport.receive(request_iterator, None, context.peer())
+        self.transport.welcome(caller)
+        return await self.transport.receive(request_iterator, caller.name, context.peer())
 
     async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
         async def alone() -> AsyncIterator[bytes]:
@@ -158,23 +173,35 @@ class Service:
 
         return await self.Deliver(alone(), context)
 
+    async def _admit(self, context: Any, roles: Collection[Role]) -> Identity | None:
+        """Who calls, where that is known; the call ends here unless it is one of these roles."""
+        try:
+            return self._security.caller(context, roles)
+        except NotAllowed as error:
+            self._traffic.refused[error.reason] += 1
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, error.detail)
+            raise
+
     async def Model(self, request: "pb.ModelRequest", context: Any) -> AsyncIterator["pb.ModelReply"]:
+        caller = await self._admit(context, (*OBSERVERS, *SENDERS))
         found = self._progress.model(request.round)
         if found is None or self.terms is None or self.transport is None or request.run != self.terms.run:
             yield pb.ModelReply(found=False)
             return
         k, w = found
+        member = request.member if caller is None else caller.name if caller.role is Role.PEER else ""
         exact = replace(self.terms, settings=replace(self.terms.settings, weights="lossless"))
         coded = await asyncio.to_thread(encode, Weights(w), exact, k=k, sender=self._progress.name)
         for chunk in split(coded.wire(), self._chunk_bytes):
             reply = pb.ModelReply(found=True, chunk=chunk)
-            if request.member in self.transport.roster.members(k):  # observers' models are not traffic of the run
-                self.transport.traffic.sent[(request.member, "weights")] += reply.ByteSize()
+            if member in self.transport.roster.members(k):  # observers' models are not traffic of the run
+                self._traffic.sent[(member, "weights")] += reply.ByteSize()
             else:
                 self._traffic.observed["model"] += reply.ByteSize()
             yield reply
 
     async def Follow(self, request: "pb.FollowRequest", context: Any) -> AsyncIterator["pb.Progress"]:
+        await self._admit(context, OBSERVERS)
         async for progress in self._progress.follow(request.after_round):
             self._traffic.observed["progress"] += progress.ByteSize()
             yield progress
@@ -187,9 +214,10 @@ class PeerProcess:
         self._job, self._slots, self._order = job, slots, order
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
-        self._metrics = PeerMetrics(job.name, self._traffic, job.config.package.codec)
+        self._security = security_of(job.config.security, Role.PEER, job.name)
+        self._metrics = PeerMetrics(job.name, self._traffic, self._security, job.config.package.codec)
         self._progress = Progress(job.name, self._network.model_history)
-        self._service = Service(self._progress, job.config.package.chunk_bytes, self._traffic)
+        self._service = Service(self._progress, job.config.package.chunk_bytes, self._security, self._traffic)
         self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._reported: dict[str, Counter[Any]] = {}
         self._stop = asyncio.Event()
@@ -208,14 +236,13 @@ class PeerProcess:
         finally:
             for task in (work, stop):
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
+            await asyncio.wait({work, stop})  # whose failure is told above; the server is stopped all the same
             await server.stop(0.2)
             for pool in (self._heavy, self._light):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self) -> tuple[aio.Server, int]:
-        server = aio.server(options=options(self._config.package, self._network))
+        server = aio.server(options=server_options(self._config.package, self._network, self._config.security))
         server.add_generic_rpc_handlers((self._service.handler(),))
         checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -232,7 +259,7 @@ class PeerProcess:
         wanted = self._job.port
         for port in (wanted,) if wanted else (remembered_port(self._job.checkpoints), 0):
             with contextlib.suppress(RuntimeError):
-                return int(server.add_insecure_port(f"{self._network.host}:{port}"))
+                return self._security.listen(server, f"{self._network.host}:{port}")
         target = f"{self._network.host}:{wanted}"
         raise ConfigError(f"network.port = {wanted}: {target} is in use or not here; choose another, or 0")
 
@@ -248,6 +275,7 @@ class PeerProcess:
             f"{self._network.host}:{port}",
             metrics_address,
             signature(config, job.module),
+            self._security,
         )
         self._progress.control = lambda: line.control_bytes
         self._metrics.control = lambda: (line.bytes_sent, line.bytes_received)
@@ -293,15 +321,18 @@ class PeerProcess:
         codec = PeerCodec(terms, job.name, config.run.seed, config.run.device)
         transport = self._transport(codec, roster)
         transport.on_newer_members = line.hurry
+        self._metrics.cut_off = lambda: transport.guard.cut_off(transport.mailbox.round)
         self._service.terms, self._service.transport = terms, transport
         algorithm = make_algorithm(config, job.name, job.module, job.inputs, job.labels, self._timings)
+        transport.stages = algorithm.stages
         node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
         recovery = Recovery(node, codec, transport, line, store, config.checkpoint, self._compute, classes=job.classes)
         self._metrics.checkpoints = lambda: (recovery.saved, recovery.failures)
         return transport, node, recovery
 
     def _transport(self, codec: PeerCodec, roster: Roster) -> GrpcTransport:
-        parts = self._job.name, codec, roster, self._network, self._traffic, self._compute
+        network, security = self._network, self._config.security
+        parts = self._job.name, codec, roster, network, self._traffic, self._compute, self._security, security
         if self._network.chaos and self._order is not None:
             return ChaoticTransport(*parts, order=self._order)
         return GrpcTransport(*parts)

@@ -21,6 +21,8 @@ from spark_node.package.chunks import Assembly
 from spark_node.package.errors import PackageError
 from spark_node.package.format import Terms
 from spark_node.package.reader import decode
+from spark_node.security.identity import Role
+from spark_node.security.tls import OBSERVER, ORCHESTRATOR, security_of
 from spark_node.transport.grpc import options
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class Observer:
     ) -> None:
         self._config, self._orchestrator, self._make_terms = config, orchestrator, terms
         self._module, self._test, self._watcher = module, test, watcher
+        self._security = security_of(config.security, Role.OBSERVER, OBSERVER)
         self._rounds: defaultdict[int, _Round] = defaultdict(_Round)
         self._progress: dict[str, peer_pb2.Progress] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
@@ -125,9 +128,8 @@ class Observer:
 
     async def _find_members(self) -> None:
         """Who takes part, from the orchestrator; while it is away, those that are known."""
-        async with aio.insecure_channel(
-            self._orchestrator, options=[("grpc.max_receive_message_length", 2**25)]
-        ) as channel:
+        limit = [("grpc.max_receive_message_length", 2**25)]
+        async with self._security.channel(self._orchestrator, Role.ORCHESTRATOR, ORCHESTRATOR, limit) as channel:
             stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
             while True:
                 try:
@@ -158,12 +160,15 @@ class Observer:
         after = 0
         while name not in self._gone:
             address = self._members[name]
+            shows = self._security.expected(Role.PEER, name)
             channel_options = options(self._config.package, self._config.network)
             try:
-                async with aio.insecure_channel(address, options=channel_options) as channel:
+                async with self._security.channel(address, Role.PEER, name, channel_options) as channel:
                     stub = peer_pb2_grpc.PeerStub(channel)
                     request = peer_pb2.FollowRequest(run=self._run, after_round=after)
                     async for progress in stub.Follow(request):
+                        if shows != self._security.expected(Role.PEER, name):
+                            break  # revoked meanwhile
                         after = await self._take(stub, name, progress, after)
             except aio.AioRpcError:
                 await asyncio.sleep(0.3)

@@ -11,10 +11,11 @@ _ENDURANCE = 30
 
 
 class Deadlines:
-    """Median + k MAD of the waits seen in a stage; the ceiling until enough were seen.
+    """Median + k MAD of the waits seen in a stage; the ceiling for the first few rounds.
 
     It is never below twice the longest of the last rounds: peers that take turns on one machine, or that begin a round
-    at different times, differ by up to a round, and that is no sign of a lost one.
+    at different times, differ by up to a round, and that is no sign of a lost one. A first round says little: whose
+    turn comes first is done long before the others.
     """
 
     def __init__(self, floor: float, ceiling: float, spread: float) -> None:
@@ -33,7 +34,7 @@ class Deadlines:
     def of(self, stage: str) -> float:
         """Seconds that the next such wait may take."""
         waits = self._waits[stage]
-        if len(waits) < _ENOUGH or not self._rounds:
+        if len(waits) < _ENOUGH or len(self._rounds) < _ROUNDS:
             return self._ceiling
         middle = median(waits)
         spread = median(abs(wait - middle) for wait in waits)

@@ -4,14 +4,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from grpc import aio
 
-from spark_node.config import NetworkSettings, PackageSettings
+from spark_node.config import NetworkSettings, PackageSettings, SecuritySettings
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.learning.messages import Message, Weights
 from spark_node.membership import Roster
@@ -19,6 +19,9 @@ from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
 from spark_node.package.peer import PeerCodec
 from spark_node.package.reader import decode
+from spark_node.security.identity import Identity, Role
+from spark_node.security.limits import Guard
+from spark_node.security.tls import Security
 from spark_node.transport.deadline import Deadlines, Suspicion
 from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
@@ -27,11 +30,21 @@ log = logging.getLogger(__name__)
 
 _SECOND_LOOK = 0.5
 """Seconds between the two looks that find a connection broken."""
+_HANDSHAKE_MS = 20_000
+"""The time that a connection has to show a certificate."""
 _STREAM, _WHOLE, _MODEL = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole", "/spark.v1.Peer/Model"
-AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY)
+AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY, pb.REASON_TOO_FAST)
 """Answers after which the same message is sent again a little later."""
-_WILL_NOT_COME = (pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN)
+_WILL_NOT_COME = (
+    pb.REASON_STALE, pb.REASON_NOT_A_NEIGHBOUR, pb.REASON_WRONG_RUN,
+    pb.REASON_CUT_OFF, pb.REASON_UNAUTHENTICATED, pb.REASON_REVOKED, pb.REASON_EXPIRED, pb.REASON_WRONG_ROLE,
+)  # fmt: skip
 """Answers of peers that will say nothing to us in this round (any more)."""
+_INNOCENT = (
+    pb.REASON_NONE, pb.REASON_EARLY, pb.REASON_BUSY, pb.REASON_STALE, pb.REASON_DUPLICATE, pb.REASON_NOT_A_NEIGHBOUR,
+    pb.REASON_MISSING_FACTOR, pb.REASON_CUT_OFF,
+)  # fmt: skip
+"""Answers that an honest peer may get: it is behind, ahead, or has another member list. All others are strikes."""
 
 
 def options(package: PackageSettings, network: NetworkSettings) -> list[tuple[str, Any]]:
@@ -51,6 +64,19 @@ def options(package: PackageSettings, network: NetworkSettings) -> list[tuple[st
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.so_reuseport", 0),
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what arrives is as large as it looks
+    ]
+
+
+def server_options(
+    package: PackageSettings, network: NetworkSettings, security: SecuritySettings
+) -> list[tuple[str, Any]]:
+    """Those of a service that anybody may knock at."""
+    return [
+        *options(package, network),
+        ("grpc.max_allowed_incoming_connections", security.connections),
+        ("grpc.max_concurrent_streams", 2 * security.streams_per_sender),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]
 
 
@@ -88,18 +114,26 @@ class GrpcTransport:
         network: NetworkSettings,
         traffic: Traffic,
         compute: Callable[..., Awaitable[Any]],
+        security: Security,
+        limits: SecuritySettings,
     ) -> None:
+        self._security, self._limits = security, limits
+        self.guard = Guard(limits, codec.terms.settings.max_message_bytes)
+        self.stages: Collection[str] = ()
+        """Those of the run's algorithm; messages of no other are taken, once they are known."""
         self.peer, self.codec, self.roster, self.traffic = peer, codec, roster, traffic
         self._network, self._package = network, codec.terms.settings
         self._compute = compute
         self.mailbox = Mailbox(network.ahead)
         self.deadlines = Deadlines(network.deadline_floor, network.deadline_ceiling, network.deadline_spread)
         self.suspicion = Suspicion(network.suspicion_floor)
-        self._channels: dict[str, aio.Channel] = {}
+        self._channels: dict[tuple[str, str], aio.Channel] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._receiving, self._wasted = 0, 0.0
         self._standing: dict[str, int] = {}
+        self._generations: dict[str, int] = {}
+        self._dismissed: set[str] = set()
         self.on_newer_members: Callable[[], None] = lambda: None
 
     # What a round calls.
@@ -108,9 +142,9 @@ class GrpcTransport:
         """Round k begins: connections to peers that are no neighbours any more are closed."""
         await self.mailbox.enter(k)
         self._lost = defaultdict(set, {r: peers for r, peers in self._lost.items() if r >= k})
-        neighbours = {self.roster.address(peer) for peer in self.roster.neighbours(self.peer, k)}
-        for address in [a for a in self._channels if a not in neighbours]:
-            await self._channels.pop(address).close(None)
+        neighbours = {self._line(peer) for peer in self.roster.neighbours(self.peer, k)}
+        for line in [line for line in self._channels if line not in neighbours]:
+            await self._channels.pop(line).close(None)
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
@@ -138,7 +172,8 @@ class GrpcTransport:
         wanted, expired = set(peers), set[str]()
 
         def due() -> set[str]:
-            return wanted - self._lost[k] - expired
+            there = wanted - self._lost[k] - self._dismissed - expired
+            return {peer for peer in there if not self.guard.is_cut_off(peer, k)}
 
         limit = self.deadlines.of(stage) if deadline is None else deadline
         granted = {peer: self.suspicion.granted(peer, limit) for peer in wanted}
@@ -153,7 +188,7 @@ class GrpcTransport:
                 task.cancel()
         for seconds in arrivals[1:]:
             self.deadlines.seen(stage, seconds)
-        late = wanted - set(found) - self._lost[k]
+        late = due() - set(found) | (expired - set(found) - self._lost[k])
         if late:
             self._wasted += time.monotonic() - start - arrivals[-1]
         for peer in late:
@@ -167,6 +202,7 @@ class GrpcTransport:
             except PackageError as error:
                 log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
                 self.traffic.refused[error.refusal.value] += 1
+                await self.strike(peer)
         return messages
 
     def round_took(self, seconds: float) -> None:
@@ -266,10 +302,15 @@ class GrpcTransport:
         return self._framed[1]
 
     def _channel(self, peer: str) -> aio.Channel:
-        address = self.roster.address(peer)
-        if address not in self._channels:
-            self._channels[address] = aio.insecure_channel(address, options=options(self._package, self._network))
-        return self._channels[address]
+        line = self._line(peer)
+        if line not in self._channels:
+            chosen = options(self._package, self._network)
+            self._channels[line] = self._security.channel(line[0], Role.PEER, peer, chosen)
+        return self._channels[line]
+
+    def _line(self, peer: str) -> tuple[str, str]:
+        """Where a neighbour is reached, and as whom it must show itself there."""
+        return self.roster.address(peer), self._security.expected(Role.PEER, peer)
 
     async def _watch(self, k: int, peer: str) -> None:
         """Notice that a neighbour's process is gone: its connection breaks and no new one can be made."""
@@ -300,46 +341,106 @@ class GrpcTransport:
 
     # Receiving.
 
-    async def receive(self, arriving: AsyncIterator[bytes]) -> "pb.Receipt":
-        """Deliver: the envelope is judged before anything is stored, the header before the message is kept."""
-        if self._receiving >= self._network.streams:
-            return self._refuse(pb.REASON_BUSY, "too many messages at once")
+    async def receive(self, arriving: AsyncIterator[bytes], certified: str | None, connection: str) -> "pb.Receipt":
+        """Deliver: limits first, then the envelope before anything is stored, the header before the message is kept.
+
+        `certified` is the name in the sender's certificate, None without certificates: then a connection is a sender.
+        """
+        who = connection if certified is None else certified
+        if not self.guard.enter(who):
+            await self.strike(who)
+            cut_off = self.guard.is_cut_off(who, self.mailbox.round)
+            reason = pb.REASON_CUT_OFF if cut_off else pb.REASON_TOO_FAST
+            return self.refuse(reason, "too much at once; a sender that goes on with that is cut off")
         self._receiving += 1
         try:
-            return await self._receive(arriving)
-        except MissingFactor as error:
-            return self._refuse(pb.REASON_MISSING_FACTOR, error.detail, error.digests)
-        except PackageError as error:
-            return self._refuse(REASONS[error.refusal], error.detail)
+            receipt = await self._within_limits(arriving, certified, who)
         finally:
             self._receiving -= 1
+            self.guard.leave(who)
+        if receipt.reason not in _INNOCENT:
+            await self.strike(who)
+        return receipt
 
-    async def _receive(self, arriving: AsyncIterator[bytes]) -> "pb.Receipt":
+    def welcome(self, identity: Identity) -> None:
+        """A sender has shown a certificate that holds."""
+        self._generations[identity.name] = identity.generation
+        self._dismissed.discard(identity.name)
+
+    async def dismiss(self, identity: Identity) -> None:
+        """A sender's certificate is over: nobody waits for what will not be taken. Its successor is not its victim."""
+        if identity.role is Role.PEER and identity.generation >= self._generations.get(identity.name, 0):
+            self._dismissed.add(identity.name)
+            await self.mailbox.give_up()
+
+    async def strike(self, who: str) -> None:
+        """A sender did what no honest one does; it is cut off, and not waited for, when that was once too often."""
+        if self.guard.strike(who, self.mailbox.round):
+            log.warning("round %d: %s broke limits too often and is cut off", self.mailbox.round, who)
+            await self.mailbox.give_up()
+
+    async def _within_limits(self, arriving: AsyncIterator[bytes], certified: str | None, who: str) -> "pb.Receipt":
+        if self._receiving > self._network.streams:
+            return self.refuse(pb.REASON_BUSY, "too many messages at once")
+        try:
+            return await self._receive(self._metered(arriving, who), certified, who)
+        except _OverLimit as error:
+            return self.refuse(error.reason, error.detail)
+        except MissingFactor as error:
+            return self.refuse(pb.REASON_MISSING_FACTOR, error.detail, error.digests)
+        except PackageError as error:
+            if self.guard.is_cut_off(who, self.mailbox.round):
+                return self.refuse(pb.REASON_CUT_OFF, error.detail)
+            return self.refuse(REASONS[error.refusal], error.detail)
+
+    async def _metered(self, arriving: AsyncIterator[bytes], who: str) -> AsyncIterator[bytes]:
+        """What arrives, as long as it comes neither too fast nor not at all."""
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.silence):
+                    raw = await anext(arriving)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise _OverLimit(pb.REASON_SILENT, f"nothing came for {self._limits.silence:.0f} s") from None
+            if not self.guard.spend(who, len(raw)):
+                raise _OverLimit(pb.REASON_TOO_FAST, "too many bytes a second")
+            yield raw
+
+    async def _receive(self, arriving: AsyncIterator[bytes], certified: str | None, who: str) -> "pb.Receipt":
         envelope: pb.Envelope | None = None
         whole = Assembly(self._package.max_message_bytes)
         async for raw in arriving:
             frame = read(raw)
             if envelope is None:
                 envelope = frame.envelope or pb.Envelope()
-                reason = self._judge(envelope)
+                reason = self._judge(envelope, certified, who)
                 if reason != pb.REASON_NONE:
-                    return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+                    return self.refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+                if self.mailbox.held(envelope.sender) + frame.total > self._limits.pending_bytes:
+                    return self.refuse(pb.REASON_BUSY, "enough of this sender's messages wait here")
             whole.put(frame.total, frame.offset, frame.data)
         if envelope is None:
-            return self._refuse(pb.REASON_MALFORMED, "a delivery of nothing")
+            return self.refuse(pb.REASON_MALFORMED, "a delivery of nothing")
         data = whole.finish()
         kind = self.codec.inspect(data, envelope.round, envelope.sender)
         self.traffic.received[(envelope.sender, kind)] += len(data)
-        reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)  # the world moved meanwhile
+        reason = self._judge(envelope, certified, who)  # the world moved meanwhile
         if reason != pb.REASON_NONE:
-            return self._refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
+            return self.refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
         self.suspicion.heard(envelope.sender)
         await self.mailbox.put(envelope.round, envelope.stage, envelope.sender, data)
         return pb.Receipt(round=self.mailbox.round)
 
-    def _judge(self, envelope: "pb.Envelope") -> "pb.Reason":
+    def _judge(self, envelope: "pb.Envelope", certified: str | None, who: str) -> "pb.Reason":
+        if self.guard.is_cut_off(who, envelope.round):
+            return pb.REASON_CUT_OFF
+        if certified not in (None, envelope.sender):
+            return pb.REASON_WRONG_SENDER
         if envelope.run != self.codec.terms.run:
             return pb.REASON_WRONG_RUN
+        if self.stages and envelope.stage not in self.stages:
+            return pb.REASON_WRONG_STAGE
         if envelope.members_version > self.roster.version:
             self.on_newer_members()
         reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)
@@ -351,9 +452,17 @@ class GrpcTransport:
             return pb.REASON_EARLY if newer else pb.REASON_NOT_A_NEIGHBOUR
         return pb.REASON_NONE
 
-    def _refuse(self, reason: "pb.Reason", detail: str, missing: tuple[bytes, ...] = ()) -> "pb.Receipt":
+    def refuse(self, reason: "pb.Reason", detail: str, missing: tuple[bytes, ...] = ()) -> "pb.Receipt":
         self.traffic.refused[reason_name(reason)] += 1
         return pb.Receipt(reason=reason, detail=detail[:256], round=self.mailbox.round, missing=missing)
+
+
+class _OverLimit(Exception):
+    """A message that came too fast, or stopped coming."""
+
+    def __init__(self, reason: "pb.Reason", detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
 
 
 def reason_name(reason: "pb.Reason") -> str:
@@ -363,3 +472,4 @@ def reason_name(reason: "pb.Reason") -> str:
 
 REASONS: dict[Refusal, Any] = {refusal: pb.Reason.Value(f"REASON_{refusal.name}") for refusal in Refusal}
 """What a codec's refusal is called on the wire."""
+REASON_BY_NAME: dict[str, Any] = {name.removeprefix("REASON_").lower(): number for name, number in pb.Reason.items()}

@@ -29,6 +29,10 @@ class Mailbox:
             return pb.REASON_DUPLICATE
         return pb.REASON_NONE
 
+    def held(self, sender: str) -> int:
+        """Bytes of a sender that are not read yet."""
+        return sum(len(data) for key, data in self._messages.items() if key[2] == sender)
+
     async def put(self, k: int, stage: str, sender: str, data: memoryview) -> None:
         async with self._changed:
             self._messages[(k, stage, sender)] = data

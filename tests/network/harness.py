@@ -69,7 +69,7 @@ class Network:
 
     def __init__(self, config: Config, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.config, self.folder = config, folder
+        self.folder = folder
         self.dataset = datasets.load(config.data.dataset)
         self.partition = partitions.partition(
             config.data.partition, self.dataset, config.run.nodes, samples_per_node=config.data.samples_per_node, seed=0
@@ -77,6 +77,7 @@ class Network:
         self.module: nn.Module = model.build(config.model, self.dataset.shape, self.dataset.classes, config.run.seed)
         self.log = Log()
         self.local = LocalNetwork(config, self.dataset, self.partition, self.module, folder)
+        self.config = self.local.config
 
     def observer(self) -> KeepingObserver:
         layout = ParameterLayout.of(self.module)

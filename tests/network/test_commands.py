@@ -115,7 +115,8 @@ def test_a_port_in_use_is_one_line_that_names_it(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        node = start("node", *PEER, "--orchestrator", "127.0.0.1:1", "--set", f"network.port={port}", cwd=tmp_path)
+        settings = ["--set", f"network.port={port}", "--set", "security.tls=off"]
+        node = start("node", *PEER, "--orchestrator", "127.0.0.1:1", *settings, cwd=tmp_path)
         _, said = node.communicate(timeout=60)
     assert node.returncode == 2
     assert said.count("\n") == 1
@@ -123,7 +124,14 @@ def test_a_port_in_use_is_one_line_that_names_it(tmp_path: Path) -> None:
 
 
 def test_orchestrator_hosts_and_a_node_started_by_hand_train_together(tmp_path: Path) -> None:
-    orchestrator = start("orchestrator", "--nodes", "6", "--degree", "3", cwd=tmp_path)
+    for made in (
+        ["init", "authority", "--name", "monday"],
+        ["issue", "authority", "--role", "orchestrator", "--out", "first"],
+        ["issue", "authority", "--peers", "0:3", "--out", "a-certs"],
+        ["issue", "authority", "--peers", "3:6", "--out", "b-certs"],
+    ):
+        subprocess.run([*SPARK, "certs", *made], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    orchestrator = start("orchestrator", "--nodes", "6", "--degree", "3", "--certs", "first", cwd=tmp_path)
     hosts: list[subprocess.Popen[str]] = []
     try:
         assert orchestrator.stdout is not None
@@ -134,9 +142,13 @@ def test_orchestrator_hosts_and_a_node_started_by_hand_train_together(tmp_path: 
         assert discovery is not None, said
         line = ["--orchestrator", address[1], "--linger", "4"]
         hosts = [
-            start("host", *PEER, *line, "--first", "0", "--count", "3", "--logs", "a", cwd=tmp_path),
-            start("host", *PEER, *line, "--first", "3", "--count", "2", "--logs", "b", cwd=tmp_path),
-            start("node", *PEER, *line, "--index", "5", cwd=tmp_path),
+            start(
+                "host", *PEER, *line, "--first", "0", "--count", "3", "--logs", "a", "--certs", "a-certs", cwd=tmp_path
+            ),
+            start(
+                "host", *PEER, *line, "--first", "3", "--count", "2", "--logs", "b", "--certs", "b-certs", cwd=tmp_path
+            ),
+            start("node", *PEER, *line, "--index", "5", "--certs", "b-certs", cwd=tmp_path),
         ]
         scraped: list[str] = []
 

@@ -96,7 +96,7 @@ def test_training_goes_on_without_the_orchestrator_and_finds_it_again(tmp_path: 
 
         def restart() -> int:
             log_to(tmp_path / "logs" / "orchestrator-2.log", "human", "orchestrator-2")
-            return serve(config, local.run_id, port=port)
+            return serve(network.config, local.run_id, port=port)
 
         def interfere() -> int:
             time.sleep(2.5)
@@ -138,7 +138,7 @@ def test_a_late_peer_takes_part_from_a_later_round_on(tmp_path: Path) -> None:
     network = Network(config, tmp_path)
     local = network.local
     local._start_orchestrator()
-    joined = config.replace(network__orchestrator=local.orchestrator_address)
+    joined = network.config.replace(network__orchestrator=local.orchestrator_address)
 
     def host(chosen: range, name: str, wait: bool) -> Child:
         def work() -> int:
@@ -171,7 +171,8 @@ def test_a_peer_with_another_model_is_refused_by_name(tmp_path: Path) -> None:
     network = Network(config, tmp_path)
     local: LocalNetwork = network.local
     local._start_orchestrator()
-    other = Network(small(model__hidden=[8], run__nodes=5, topology__degree=2), tmp_path)
+    certs = network.config.security.certs
+    other = Network(small(model__hidden=[8], run__nodes=5, topology__degree=2, security__certs=certs), tmp_path)
 
     def host(net: Network, chosen: range, wait: float) -> Child:
         def work() -> int:

@@ -29,7 +29,7 @@ from tests.network.isolation import isolated
 from tests.network.test_commands import hear_interrupts
 
 PATIENCE = 60.0
-COMMAND = [sys.executable, "-m", "spark_node", "orchestrator"]
+COMMAND = [sys.executable, "-m", "spark_node", "orchestrator", "--set", "security.tls=off"]  # TLS: test_tls.py
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -451,7 +451,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
-    code = serve(Config(), "forked", ready=lambda *where: os.write(writing, json.dumps(where).encode() + b"\\n"))
+    plain = Config().replace(security__tls="off")
+    code = serve(plain, "forked", ready=lambda *where: os.write(writing, json.dumps(where).encode() + b"\\n"))
     os._exit(code + 40)
 os.close(writing)
 address, http_address = json.loads(os.fdopen(reading).readline())

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spark_node.membership import peer_names
+from spark_node.security.authority import make_run_folder
 from tests.network.harness import Network, small
 from tests.network.isolation import isolated
 from tests.network.test_commands import environment
@@ -32,7 +34,8 @@ def memory_holds(pid: int, needle: bytes) -> bool:
 
 @isolated
 def test_the_orchestrator_sees_no_tensor_and_less_than_two_kilobytes_a_peer_and_round(tmp_path: Path) -> None:
-    settings = ["--nodes", "6", "--degree", "3", "--set", "network.metrics=false"]
+    make_run_folder(tmp_path / "certs", "test", peer_names(6), 1.0)
+    settings = ["--nodes", "6", "--degree", "3", "--set", "network.metrics=false", "--certs", "certs"]
     orchestrator = subprocess.Popen(
         [sys.executable, "-m", "spark_node", "orchestrator", *settings],
         env=environment(), cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -41,7 +44,8 @@ def test_the_orchestrator_sees_no_tensor_and_less_than_two_kilobytes_a_peer_and_
         assert orchestrator.stdout is not None
         address = re.search(r"listens on (\S+?:\d+)", orchestrator.stdout.readline())
         assert address is not None
-        config = small(network__orchestrator=address[1], run__rounds=5)
+        certs = str(tmp_path / "certs")
+        config = small(network__orchestrator=address[1], run__rounds=5, security__certs=certs)
         network = Network(config, tmp_path)
         models = network.train()
         assert "torch" not in Path(f"/proc/{orchestrator.pid}/maps").read_text()

@@ -26,6 +26,7 @@ FORBIDDEN = {
     "spark_node/transport": ("spark_node.observe", "spark_node.node", "spark_node.cli", "spark_node.launch"),
     "spark_node/observe": ("spark_node.cli", "spark_node.launch", "spark_node.compare"),
     "spark_node/compare": ("torch", "spark_node.cli", "spark_node.launch", "spark_node.node", "spark_node.learning"),
+    "spark_node/security": ("torch", "spark_node.transport", "spark_node.learning", "spark_node.launch"),
     "spark_node": ("pickle", "spark_node.cli.main"),
 }
 
@@ -51,7 +52,8 @@ def _modules(part: str) -> list[Path]:
 
 def test_the_orchestrator_knows_neither_torch_nor_the_learner() -> None:
     for path in (ROOT / "orchestrator").glob("*.py"):
-        allowed = ("spark_node.topology", "spark_node.config", "spark_node.errors", "spark_node.generated")
+        parts = ("topology", "config", "errors", "generated", "security")
+        allowed = tuple(f"spark_node.{part}" for part in parts)
         for name in imports(path):
             assert not name.startswith("torch")
             assert not name.startswith("spark_node.") or name.startswith(allowed), f"{path.name} imports {name}"
@@ -62,6 +64,6 @@ def test_every_module_of_the_house_is_on_the_map() -> None:
     for path in (ROOT / "spark_node").iterdir():
         if path.suffix == ".py" and path.stem not in ("__init__", "__main__", "errors"):
             assert path.name in page, f"docs/architecture.md does not mention {path.name}"
-    inside = [path for part in ("learning", "package", "transport", "launch") for path in _modules(part)]
+    inside = [path for part in ("learning", "package", "transport", "launch", "security") for path in _modules(part)]
     for path in inside + list((ROOT / "orchestrator").glob("[a-z]*.py")):
         assert path.name in page, f"docs/architecture.md does not mention {path.name}"

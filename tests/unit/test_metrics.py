@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spark_node.config import PackageSettings
 from spark_node.metrics import PeerMetrics
+from spark_node.security.tls import Plaintext
 from spark_node.transport.grpc import Traffic
 
 Sample = tuple[dict[str, str], float]
@@ -36,7 +37,7 @@ def metrics() -> PeerMetrics:
     traffic.received.update({("c", "package"): 70})
     traffic.refused.update({"stale": 2})
     traffic.observed.update({"model": 300, "progress": 20})
-    found = PeerMetrics("a", traffic, PackageSettings(weights="int8", bits=6).codec)
+    found = PeerMetrics("a", traffic, Plaintext(), PackageSettings(weights="int8", bits=6).codec)
     found.of_run("monday")
     found.control = lambda: (64, 90)
     return found

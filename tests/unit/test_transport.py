@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from spark_node.config import NetworkSettings, TopologySettings, load
+from spark_node.config import NetworkSettings, SecuritySettings, TopologySettings, load
 from spark_node.generated.spark.v1 import package_pb2, peer_pb2
 from spark_node.launch.slots import Slots
 from spark_node.learning.algorithms import make_terms
@@ -22,6 +22,7 @@ from spark_node.membership import Roster
 from spark_node.model import ParameterLayout
 from spark_node.package.errors import PackageError
 from spark_node.package.peer import PeerCodec
+from spark_node.security.tls import Plaintext
 from spark_node.transport import frames
 from spark_node.transport.deadline import Deadlines, Suspicion
 from spark_node.transport.grpc import GrpcTransport, Traffic
@@ -30,20 +31,24 @@ from spark_node.transport.mailbox import Mailbox
 # Deadlines
 
 
-def test_the_ceiling_holds_until_waits_and_a_round_were_seen() -> None:
+def test_the_ceiling_holds_until_waits_and_three_rounds_were_seen() -> None:
     deadlines = Deadlines(1.0, 100.0, 8.0)
     assert deadlines.of("weights") == 100.0
     for _ in range(10):
         deadlines.seen("weights", 2.0)
     assert deadlines.of("weights") == 100.0
+    deadlines.round_took(0.1)  # whose turn came first
     deadlines.round_took(3.0)
-    assert deadlines.of("weights") == 6.0  # twice the round
+    assert deadlines.of("weights") == 100.0
+    deadlines.round_took(2.0)
+    assert deadlines.of("weights") == 6.0  # twice the longest round
     assert deadlines.of("package") == 100.0
 
 
 def test_a_deadline_is_the_median_and_k_deviations_within_floor_and_ceiling() -> None:
     deadlines = Deadlines(1.0, 100.0, 8.0)
-    deadlines.round_took(0.1)
+    for _ in range(3):
+        deadlines.round_took(0.1)
     for wait in (10.0, 11.0, 12.0, 13.0, 14.0):
         deadlines.seen("package", wait)
     assert deadlines.of("package") == 12.0 + 8 * 1.0
@@ -188,7 +193,9 @@ def test_the_networks_round_is_what_half_of_the_neighbours_have_reached() -> Non
         return work(*arguments)
 
     async def play() -> None:
-        transport = GrpcTransport("peer-0", codec, roster, NetworkSettings(), Traffic(), compute)
+        transport = GrpcTransport(
+            "peer-0", codec, roster, NetworkSettings(), Traffic(), compute, Plaintext(), SecuritySettings()
+        )
         assert transport.network_round(7) == 7  # nobody has said anything
         transport._standing = {"peer-1": 10**9}
         assert transport.network_round(7) == 7  # one that claims to be far ahead moves nothing

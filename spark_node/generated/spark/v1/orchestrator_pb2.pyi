@@ -15,12 +15,16 @@ class JoinRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOIN_REFUSAL_NAME_TAKEN: _ClassVar[JoinRefusal]
     JOIN_REFUSAL_FULL: _ClassVar[JoinRefusal]
     JOIN_REFUSAL_MALFORMED: _ClassVar[JoinRefusal]
+    JOIN_REFUSAL_UNAUTHENTICATED: _ClassVar[JoinRefusal]
+    JOIN_REFUSAL_WRONG_IDENTITY: _ClassVar[JoinRefusal]
 JOIN_REFUSAL_NONE: JoinRefusal
 JOIN_REFUSAL_WRONG_RUN: JoinRefusal
 JOIN_REFUSAL_WRONG_SIGNATURE: JoinRefusal
 JOIN_REFUSAL_NAME_TAKEN: JoinRefusal
 JOIN_REFUSAL_FULL: JoinRefusal
 JOIN_REFUSAL_MALFORMED: JoinRefusal
+JOIN_REFUSAL_UNAUTHENTICATED: JoinRefusal
+JOIN_REFUSAL_WRONG_IDENTITY: JoinRefusal
 
 class Member(_message.Message):
     __slots__ = ("name", "address", "metrics_address")

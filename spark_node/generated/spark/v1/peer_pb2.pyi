@@ -30,6 +30,13 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_UNAUTHENTICATED: _ClassVar[Reason]
     REASON_BUSY: _ClassVar[Reason]
     REASON_LATE: _ClassVar[Reason]
+    REASON_CUT_OFF: _ClassVar[Reason]
+    REASON_TOO_FAST: _ClassVar[Reason]
+    REASON_REVOKED: _ClassVar[Reason]
+    REASON_EXPIRED: _ClassVar[Reason]
+    REASON_WRONG_ROLE: _ClassVar[Reason]
+    REASON_WRONG_STAGE: _ClassVar[Reason]
+    REASON_SILENT: _ClassVar[Reason]
 REASON_NONE: Reason
 REASON_MALFORMED: Reason
 REASON_TOO_LARGE: Reason
@@ -50,6 +57,13 @@ REASON_DUPLICATE: Reason
 REASON_UNAUTHENTICATED: Reason
 REASON_BUSY: Reason
 REASON_LATE: Reason
+REASON_CUT_OFF: Reason
+REASON_TOO_FAST: Reason
+REASON_REVOKED: Reason
+REASON_EXPIRED: Reason
+REASON_WRONG_ROLE: Reason
+REASON_WRONG_STAGE: Reason
+REASON_SILENT: Reason
 
 class Envelope(_message.Message):
     __slots__ = ("run", "round", "stage", "sender", "members_version")

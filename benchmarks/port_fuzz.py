@@ -156,6 +156,8 @@ class Attacker:
                 try:
                     writer.write(self._bytes(kind))
                     await writer.drain()
+                    if writer.can_write_eof():
+                        writer.write_eof()  # or the peer would wait for the rest of a record, as it should
                     with_answer = await reader.read(64)
                     self.answers["answered" if with_answer else "closed"] += 1
                 finally:

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -8, -3, -1
-_REUSED = 32 * 2**20
-"""Blocks up to this size come from the heap: glibc's largest value. A fresh mapping costs a page fault each 4 KiB."""
-_KEPT = 2**23
+_REUSED = 4 * 2**20
+"""Blocks up to this size, a few chunks of a message, come from the heap: a mapping costs a page fault each 4 KiB."""
+_KEPT = 2**22
 """Free memory at the end of the heap that stays with the process until `give_back`."""
 
 

@@ -41,10 +41,12 @@ from spark_node.package.writer import encode
 from spark_node.rendezvous import Rendezvous
 from spark_node.security.identity import Identity, Role
 from spark_node.security.tls import NotAllowed, Security, security_of
-from spark_node.transport.grpc import REASON_BY_NAME, GrpcTransport, Traffic, server_options
+from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, GrpcTransport, Traffic, server_options
 
 log = logging.getLogger(__name__)
 
+MOST_HELD = 64
+"""Messages that wait for this peer to join."""
 SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
 """Whose certificates may deliver messages, and whose may follow a peer and fetch its models."""
 
@@ -134,6 +136,7 @@ class Service:
     def __init__(self, progress: Progress, chunk_bytes: int, security: Security, traffic: Traffic) -> None:
         self._progress, self._chunk_bytes = progress, chunk_bytes
         self._security, self._traffic = security, traffic
+        self._held = 0
         self.transport: GrpcTransport | None = None
         self.terms: Terms | None = None
 
@@ -160,12 +163,24 @@ class Service:
             if self.transport is not None and error.over is not None:
                 await self.transport.dismiss(error.over)
             return pb.Receipt(reason=REASON_BY_NAME[error.reason], detail=error.detail)
-        if self.transport is None:
+        if self.transport is None and not await self._joined():
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
+        assert self.transport is not None
         if caller is None:
             return await self.transport.receive(request_iterator, None, context.peer())
         self.transport.welcome(caller)
         return await self.transport.receive(request_iterator, caller.name, context.peer())
+
+    async def _joined(self) -> bool:
+        """Whether this peer knows its run: a neighbour that heard of the start first is made to wait a little."""
+        end = time.monotonic() + HELD_SECONDS
+        while self.transport is None and self._held < MOST_HELD and time.monotonic() < end:
+            self._held += 1
+            try:
+                await asyncio.sleep(0.1)
+            finally:
+                self._held -= 1
+        return self.transport is not None
 
     async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
         async def alone() -> AsyncIterator[bytes]:
@@ -351,6 +366,7 @@ class PeerProcess:
             transport.round_took(seconds)
             w = node.algorithm.weights
             await recovery.save(k, last=k == last)
+            await self._compute(give_back)
             await self._measure(w)
             self._metrics.finished(k, result.expected, result.used, seconds, result.seconds)
             self._metrics.facts = result.facts

@@ -32,6 +32,8 @@ _SECOND_LOOK = 0.5
 """Seconds between the two looks that find a connection broken."""
 _HANDSHAKE_MS = 20_000
 """The time that a connection has to show a certificate."""
+HELD_SECONDS = 10.0
+"""The most that a message waits for the start of the run, or for a member list, before it is told to come again."""
 _STREAM, _WHOLE, _MODEL = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole", "/spark.v1.Peer/Model"
 AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY, pb.REASON_TOO_FAST)
 """Answers after which the same message is sent again a little later."""
@@ -414,7 +416,7 @@ class GrpcTransport:
             frame = read(raw)
             if envelope is None:
                 envelope = frame.envelope or pb.Envelope()
-                reason = self._judge(envelope, certified, who)
+                reason = await self._judge_patiently(envelope, certified, who)
                 if reason != pb.REASON_NONE:
                     return self.refuse(reason, f"round {envelope.round}, {envelope.stage[:32]}")
                 if self.mailbox.held(envelope.sender) + frame.total > self._limits.pending_bytes:
@@ -431,6 +433,16 @@ class GrpcTransport:
         self.suspicion.heard(envelope.sender)
         await self.mailbox.put(envelope.round, envelope.stage, envelope.sender, data)
         return pb.Receipt(round=self.mailbox.round)
+
+    async def _judge_patiently(self, envelope: "pb.Envelope", certified: str | None, who: str) -> "pb.Reason":
+        """A message of a member list that is on its way to us is held: sending it again would cost all its bytes."""
+        end = time.monotonic() + HELD_SECONDS
+        while True:
+            reason = self._judge(envelope, certified, who)
+            unknown = envelope.members_version > self.roster.version
+            if reason != pb.REASON_EARLY or not unknown or time.monotonic() > end:
+                return reason
+            await asyncio.sleep(0.1)
 
     def _judge(self, envelope: "pb.Envelope", certified: str | None, who: str) -> "pb.Reason":
         if self.guard.is_cut_off(who, envelope.round):

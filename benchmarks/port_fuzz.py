@@ -261,6 +261,7 @@ async def attack(port: int, pid: int, folder: Path, requests: int) -> list[dict[
             seconds = time.perf_counter() - start
             await asyncio.sleep(0.3)
             rows.append(row(kind, count, seconds, attacker.answers, waits, resident(pid) - before))
+            print(f"{kind}: {count} in {seconds:.0f} s", file=sys.stderr, flush=True)
             if honest.done():
                 honest.result()
     finally:

@@ -21,7 +21,7 @@ from spark_node.chaos.order import FILE
 from spark_node.errors import UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
-from spark_node.launch.pids import note_pid
+from spark_node.launch.pids import forget_pid, note_pid
 from spark_node.launch.slots import Slots
 from spark_node.memory import tune_allocator
 
@@ -137,6 +137,7 @@ class Host:
         child = self._running.pop(pid, None)
         if child is None:
             return 0
+        forget_pid(self._logs, child.job.name)
         if code == 0 or self._stopping:
             return 0
         if code == EXIT_USAGE or child.starts > self._restarts:

@@ -26,7 +26,7 @@ from spark_node.launch.certificates import forget, secured
 from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob
-from spark_node.launch.pids import note_pid
+from spark_node.launch.pids import forget_pid, note_pid
 from spark_node.learning.algorithms import make_terms
 from spark_node.membership import peer_names
 from spark_node.model import ParameterLayout
@@ -135,6 +135,8 @@ class LocalNetwork:
         for child in (self.host, self.orchestrator):
             if child is not None:
                 child.stop()
+        for name in ("host", "orchestrator"):
+            forget_pid(self.folder / "logs", name)
         forget(self.config, self.folder)
 
     def _start_orchestrator(self) -> None:
@@ -307,6 +309,7 @@ def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher)
                     told = True
     finally:
         child.stop()
+        forget_pid(network.folder / "logs", "observer")
 
 
 def _pass_on(event: dict[str, Any], watcher: Watcher) -> float | None:

@@ -6,10 +6,16 @@ from pathlib import Path
 
 def note_pid(logs: Path, name: str, pid: int) -> None:
     """Remember that `pid` is `name`, with its start time: numbers of processes are used again."""
+    logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"{name}.pid"
     fresh = path.with_suffix(".pid.new")
     fresh.write_text(f"{pid} {_started(pid)}\n", encoding="ascii")
     os.replace(fresh, path)
+
+
+def forget_pid(logs: Path, name: str) -> None:
+    """Its process is gone."""
+    (logs / f"{name}.pid").unlink(missing_ok=True)
 
 
 def live_pids(logs: Path) -> dict[str, int]:

@@ -31,7 +31,7 @@ def start(folder: Path, nodes: int, rounds: int) -> "subprocess.Popen[str]":
         "network.lease": 5.0,
         "network.deadline_floor": 10.0,
     }
-    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     command = [sys.executable, "-m", "spark_node", "run", *given, "--out", str(folder), "--quiet", "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -75,7 +75,7 @@ def train(case: dict[str, Any], folder: Path) -> None:
         "network.lease": 5.0,
         "network.deadline_floor": case["floor"],
     }
-    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     sys.exit(main(["run", *given, "--out", str(folder), "--quiet", "--json"]))
 
 

@@ -56,7 +56,7 @@ def measure(minutes: float, peers: int) -> list[dict[str, Any]]:
         "learning.timesteps": [100],
         "package.weights": "int8",
     }
-    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     seen: dict[str, list[tuple[float, dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"

@@ -114,7 +114,7 @@ def test_a_late_peer_starts_from_the_weights_of_a_neighbour(tmp_path: Path, monk
     network = Network(config, tmp_path)
     local = network.local
     local._start_orchestrator()
-    joined = config.replace(network__orchestrator=local.orchestrator_address, checkpoint__keep=1000)
+    joined = network.config.replace(network__orchestrator=local.orchestrator_address, checkpoint__keep=1000)
 
     def host(chosen: range, name: str, wait: bool) -> Child:
         def work() -> int:

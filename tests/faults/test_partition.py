@@ -1,5 +1,6 @@
 """A network cut in two: both halves go on, and afterwards they are one again. Two hosts in namespaces of their own."""
 
+import json
 import os
 import re
 import shutil
@@ -109,7 +110,7 @@ def reached(folder: Path, peers: range) -> int:
 def test_two_halves_that_lose_each_other_go_on_and_merge_afterwards(tmp_path: Path, hosts: Hosts) -> None:
     for words in (["init", "ca"], ["issue", "ca", "--role", "orchestrator"], ["issue", "ca", "--peers", "0:8"]):
         subprocess.run([*SPARK, "certs", *words], cwd=tmp_path, check=True, env=environment(), capture_output=True)
-    given = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
+    given = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     halves = (range(4), range(4, 8))
     processes = [start(hosts.names[0], "orchestrator", *given, "--host", hosts.addresses[0], "--port", "7000",
                        "--certs", "ca", cwd=tmp_path)]  # fmt: skip

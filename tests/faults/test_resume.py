@@ -102,7 +102,7 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path: Path) -> None:
 
 def test_hosts_that_are_killed_with_their_orchestrator_agree_on_a_round_and_go_on(tmp_path: Path) -> None:
     """Two hosts, each with its own folder of checkpoints; the second life has other ports."""
-    config = small(run__rounds=ROUNDS)
+    config = small(run__rounds=ROUNDS, security__tls="off")
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def life(stop: Callable[[], bool]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_node import config as configuration
 from spark_node.config import Config
 from spark_node.errors import ConfigError, UserError
+from spark_node.privacy import refuse_hidden
 
 if TYPE_CHECKING:
     from spark_node.data.datasets import Dataset
@@ -104,7 +105,8 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.observe.run_folder import RunFolder, check_is_free
 
     resumed = _to_resume(args)
-    config = load_config(args) if resumed is None else resumed.config
+    config = load_config(args) if resumed is None else _with_secret(resumed.config)
+    refuse_hidden(config.privacy.sketch_secret)
     path = _new_folder(args.out, config) if resumed is None else resumed.path
     if resumed is None:
         check_is_free(path)
@@ -112,8 +114,8 @@ def command(args: argparse.Namespace) -> int:
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         check_device(config.run.device)
         dataset, partition = deal(config)
-        counts = _label_counts(dataset, partition)
-        command_line = shlex.join(["spark-dfl", *args.argv])
+        counts = [] if config.privacy.label_epsilon else _label_counts(dataset, partition)
+        command_line = shlex.join(["spark-dfl", *configuration.without_secret_arguments(args.argv)])
         folder = RunFolder(path, config, command=command_line, label_counts=counts, resumed=resumed)
         status, failure = _train(config, dataset, partition, folder, shown)
         shown.note("Writing the report")
@@ -138,6 +140,12 @@ def _to_resume(args: argparse.Namespace) -> "Run | None":
     if given:
         raise ConfigError(f"--resume takes the settings of its run; leave out {', '.join(given)}")
     return load_resumable(Path(args.resume))
+
+
+def _with_secret(config: Config) -> Config:
+    """A run's own settings, with the secret that its folder does not hold from the environment."""
+    given = configuration.environment_layer().get("privacy.sketch_secret")
+    return config if given is None else config.replace(privacy__sketch_secret=given)
 
 
 def load_config(args: argparse.Namespace) -> Config:

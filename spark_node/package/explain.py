@@ -403,6 +403,8 @@ def _reveals(module: nn.Module, coded: CodedMessage, terms: Terms, privacy: Priv
     factored = coded.header.layers[0].form == pb.FORM_FACTORED
     part = module.get_submodule(coded.header.layers[0].name)
     inputs = _of_factors(first, terms) if factored else _of_dense(part, first, terms)
+    if terms.layout.shapes[0] != terms.sketched.shapes[0] and len(coded.header.layers) > 1:
+        inputs += "; what the next layer gets follows from the inputs too and tells more at each new weights"
     if privacy.noise > 0:
         inputs = f"of inputs of norm {privacy.clip:g} at most with noise {privacy.noise:g} a number: {inputs}"
     if privacy.sketch_secret:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def peer_samples(
     if settings.noise == 0 and settings.label_epsilon == 0:
         return PeerSamples(x.to(device), y.to(device))
     if settings.noise_seed >= 0:
-        log.warning("%s: its noise comes from privacy.noise_seed, so it is not private", peer)
+        _warn_of_seeded_noise()
     path = None if folder is None else folder / KEPT
     digest = _digest(settings, dataset.classes, x, y)
     kept = None if path is None else _read(path, digest)
@@ -70,6 +71,12 @@ def peer_samples(
     random = randomness(settings, peer)
     noisy, labels = privatise(x.numpy(), y.numpy().astype(np.int64), settings, dataset.classes, random)
     return PeerSamples(torch.from_numpy(noisy).to(device), torch.from_numpy(labels).to(device), path, digest)
+
+
+@cache
+def _warn_of_seeded_noise() -> None:
+    """Once a process, not once a peer."""
+    log.warning("the samples' noise comes from privacy.noise_seed: it is not private, for experiments only")
 
 
 def _digest(settings: PrivacySettings, classes: int, x: Tensor, y: Tensor) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import ipaddress
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ def _integers(default: tuple[int, ...], low: int, high: int, text: str) -> Any:
 
 def _text(default: str, text: str) -> Any:
     return field(default=default, metadata={"help": text})
+
+
+def _secret(text: str) -> Any:
+    """Text that no file, report, log or message repeats."""
+    return field(default="", repr=False, metadata={"help": text, "secret": True})
 
 
 def _flag(default: bool, text: str) -> Any:
@@ -267,6 +273,33 @@ class RobustSettings:
     loss_spread: float = _number(6.0, 0.0, 1e6, "most loss of a package: median + so many MADs (or + log of classes)")
 
 
+HIDDEN = "..."
+"""Stands for a secret wherever a configuration is written down."""
+
+
+@dataclass(frozen=True)
+class PrivacySettings:
+    """What others may learn of a peer's samples (docs/privacy.md). Off by default: packages are as good as the data."""
+
+    noise: float = _number(
+        0.0, 0.0, 1e6, "standard deviation of the Gaussian noise that inputs get, once, before all else; 0 = none"
+    )
+    clip: float = _number(28.0, 1e-6, 1e6, "with noise: the longest L2 norm that a standardised input keeps")
+    label_epsilon: float = _number(
+        0.0, 0.0, 100.0, "epsilon of k-ary randomised response on the labels; 0 = labels in clear"
+    )
+    delta: float = _number(1e-5, 1e-12, 0.5, "delta at which the epsilon of the noise is stated")
+    noise_seed: int = _number(
+        -1, -1, 2**63 - 1, "-1 = noise from the operating system; a seed is for experiments: not private"
+    )
+    logit_bound: float = _number(
+        0.0, 0.0, 1e6, "logits of packages are cut off at +- this; 0 = as they are; no guarantee comes with it"
+    )
+    sketch_secret: str = _secret(
+        "text that the peers share and nobody else: their projections depend on it; never written down"
+    )
+
+
 @dataclass(frozen=True)
 class NetworkSettings:
     """Peers as processes: where they listen, how long they wait."""
@@ -309,7 +342,7 @@ class SecuritySettings:
 
     tls: str = _choice("on", ("on", "off"), "mutual TLS by identity; off = plaintext, on the loopback only")
     certs: str = _text("", "folder of certificates (spark-dfl certs); empty = `run` makes those of its own network")
-    token: str = _text("", "with tls = off: a word that whoever talks to the orchestrator must know; empty = none")
+    token: str = _secret("with tls = off: a word that whoever talks to the orchestrator must know; empty = none")
     days: float = _number(30.0, 0.001, 36_500.0, "days for which the certificates that `run` makes hold")
     connections: int = _number(4096, 1, 10_000_000, "connections that a peer lets others make to it at once")
     streams_per_sender: int = _number(8, 1, 10_000, "messages that a peer receives at once from one sender")
@@ -335,6 +368,7 @@ class Config:
     local: LocalSettings = LocalSettings()
     package: PackageSettings = PackageSettings()
     robust: RobustSettings = RobustSettings()
+    privacy: PrivacySettings = PrivacySettings()
     network: NetworkSettings = NetworkSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     security: SecuritySettings = SecuritySettings()
@@ -438,21 +472,37 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML that `load(file=...)` reads back to the same configuration, secrets left out."""
+    """The configuration as TOML that `load(file=...)` reads back to the same configuration, but for secrets."""
     lines: list[str] = []
     for section, fields in _schema().items():
-        part = getattr(_without_secrets(config), section)
+        part = getattr(without_secrets(config), section)
         lines += [f"[{section}]", *(f"{name} = {_toml_value(getattr(part, name))}" for name in fields), ""]
     return "\n".join(lines)
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as plain dictionaries, for JSON, secrets left out."""
-    return dataclasses.asdict(_without_secrets(config))
+    """The configuration as plain dictionaries, for JSON; secrets are hidden."""
+    return dataclasses.asdict(without_secrets(config))
 
 
-def _without_secrets(config: Config) -> Config:
+def without_secrets(config: Config) -> Config:
+    """The same with no secret in it, for files."""
+    config = without_sketch_secret(config)
     return dataclasses.replace(config, security=dataclasses.replace(config.security, token=""))
+
+
+def without_sketch_secret(config: Config) -> Config:
+    """The same with HIDDEN in the place of the peers' secret: for processes that are no peers."""
+    if not config.privacy.sketch_secret:
+        return config
+    return dataclasses.replace(config, privacy=dataclasses.replace(config.privacy, sketch_secret=HIDDEN))
+
+
+def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line with HIDDEN in the place of every secret that `--set` gives."""
+    keys = [f"{s}.{name}" for s, fields in _schema().items() for name, f in fields.items() if f.metadata.get("secret")]
+    pattern = re.compile(rf"^((?:--set=)?\s*(?:{'|'.join(map(re.escape, keys))})\s*=).*$", re.DOTALL)
+    return [pattern.sub(rf"\g<1>{HIDDEN}", argument) for argument in arguments]
 
 
 def _schema() -> dict[str, dict[str, "dataclasses.Field[Any]"]]:
@@ -524,7 +574,8 @@ def _checked(key: str, value: Any, spec: "dataclasses.Field[Any]", origin: str) 
     default, meta = spec.default, spec.metadata
 
     def refuse() -> ConfigError:
-        return ConfigError(f"{key} = {value!r} ({origin}): allowed: {_allowed(spec)}")
+        said = HIDDEN if meta.get("secret") else repr(value)
+        return ConfigError(f"{key} = {said} ({origin}): allowed: {_allowed(spec)}")
 
     if isinstance(default, bool):
         if not isinstance(value, bool):
@@ -566,6 +617,10 @@ def _check_together(config: Config) -> None:
             f"package.max_error = {config.package.max_error}: chooses the bits itself; leave package.bits at 0"
         )
     _check_plaintext(config)
+    if config.privacy.logit_bound > 0 and config.robust.packages:
+        raise ConfigError(
+            f"privacy.logit_bound = {config.privacy.logit_bound}: robust.packages = true refuses logits that were cut"
+        )
     kind = config.model.kind
     if kind not in ("mlp", "cnn") and ":" not in kind:
         raise ConfigError(f"model.kind = {kind!r}: allowed: mlp, cnn, or package.module:factory")

@@ -118,7 +118,8 @@ def _one(
     with progress.choose(study.title, args.quiet) as shown:
         outcomes, interrupted = runner.run(shown)
     results = Results(study, outcomes, runner.jobs)
-    data = output.write_results(results, folder, shlex.join(["spark-dfl", *args.argv]))
+    command_line = shlex.join(["spark-dfl", *configuration.without_secret_arguments(args.argv)])
+    data = output.write_results(results, folder, command_line)
     for outcome in results.failed:
         print(f"spark-dfl: failed: {outcome.cell.title}: {outcome.reason}", file=sys.stderr)
     if interrupted:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from spark_node.cli.run import add_flags, add_sources, check_device, deal, load_config
 from spark_node.config import Config
 from spark_node.errors import ConfigError
+from spark_node.privacy import refuse_hidden
 
 if TYPE_CHECKING:
     from spark_node.launch.peer import PeerJob
@@ -64,6 +65,7 @@ def peer_config(args: argparse.Namespace) -> Config:
     if not config.network.orchestrator:
         raise ConfigError("network.orchestrator = '': give --orchestrator HOST:PORT of the run's orchestrator")
     check_folder(config)
+    refuse_hidden(config.privacy.sketch_secret)
     return config
 
 

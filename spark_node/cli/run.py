@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_node import config as configuration
 from spark_node.config import Config
 from spark_node.errors import ConfigError, UserError
+from spark_node.privacy import refuse_hidden
 
 if TYPE_CHECKING:
     from spark_node.data.datasets import Dataset
@@ -105,7 +106,8 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.observe.run_folder import RunFolder, check_is_free
 
     resumed = _to_resume(args)
-    config = load_config(args) if resumed is None else resumed.config
+    config = load_config(args) if resumed is None else _with_secret(resumed.config)
+    refuse_hidden(config.privacy.sketch_secret)
     path = _new_folder(args.out, config) if resumed is None else resumed.path
     if resumed is None:
         check_is_free(path)
@@ -113,8 +115,8 @@ def command(args: argparse.Namespace) -> int:
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         check_device(config.run.device)
         dataset, partition = deal(config)
-        counts = _label_counts(dataset, partition)
-        command_line = shlex.join(["spark-dfl", *map(_without_token, args.argv)])
+        counts = [] if config.privacy.label_epsilon else _label_counts(dataset, partition)
+        command_line = shlex.join(["spark-dfl", *configuration.without_secret_arguments(args.argv)])
         folder = RunFolder(path, config, command=command_line, label_counts=counts, resumed=resumed)
         status, failure = _train(config, dataset, partition, folder, shown)
         shown.note("Writing the report")
@@ -141,8 +143,10 @@ def _to_resume(args: argparse.Namespace) -> "Run | None":
     return load_resumable(Path(args.resume))
 
 
-def _without_token(argument: str) -> str:
-    return "security.token=..." if argument.startswith("security.token=") else argument
+def _with_secret(config: Config) -> Config:
+    """A run's own settings, with the secret that its folder does not hold from the environment."""
+    given = configuration.environment_layer().get("privacy.sketch_secret")
+    return config if given is None else config.replace(privacy__sketch_secret=given)
 
 
 def load_config(args: argparse.Namespace) -> Config:

@@ -19,6 +19,7 @@ from spark_node.checkpoint import Checkpoint, Owner, Store, join_states, part_of
 from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
+from spark_node.launch.samples import PeerSamples, peer_samples
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.membership import Membership, peer_names
 from spark_node.node import Node, RoundResult, Timings
@@ -26,6 +27,7 @@ from spark_node.observe.accuracy import accuracy, mean_weights
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher, from_facts
 from spark_node.observe.run_folder import CHECKPOINTS
 from spark_node.package.peer import PeerCodec
+from spark_node.privacy import guarantee
 from spark_node.transport.memory import MemoryNetwork
 
 log = logging.getLogger(__name__)
@@ -49,19 +51,22 @@ class MemoryRun:
         self.test_x = dataset.standardise(dataset.test.pixels).to(device)
         self.test_y = torch.from_numpy(dataset.test.labels).to(device)
         self.samples = tuple(len(indices) for indices in partition.indices)
+        self.privacy = guarantee(config.privacy, partition.indices, dataset.classes)
         self._terms = make_terms(config, "memory", model.ParameterLayout.of(self.module), dataset.classes)
         names = peer_names(config.run.nodes)
         self.membership = Membership(names, config.run.seed, config.topology)
         self._workers = config.run.workers or os.cpu_count() or 1
         self.nodes: list[Node] = []
+        self._samples: list[PeerSamples] = []
         self._stores: dict[str, Store] = {}
         if checkpoints is not None and config.checkpoint.enabled:
             owners = [Owner(run_id, name, signature(config, self.module)) for name in names]
             self._stores = {o.peer: Store(checkpoints / o.peer, o, config.checkpoint.keep) for o in owners}
         for name, indices in zip(names, partition.indices, strict=True):
-            x = dataset.standardise(dataset.train.pixels[indices]).to(device)
-            y = torch.from_numpy(dataset.train.labels[indices]).to(device)
-            self.nodes.append(self._node(name, x, y, dataset.classes))
+            kept = checkpoints / name if self._stores and checkpoints is not None else None
+            self._samples.append(peer_samples(config, name, dataset, indices, kept))
+            own = self._samples[-1]
+            self.nodes.append(self._node(name, own.inputs, own.labels, dataset.classes))
 
     def _node(self, name: str, x: Tensor, y: Tensor, classes: int) -> Node:
         timings = Timings()
@@ -105,8 +110,11 @@ class MemoryRun:
 
     def run(self, watcher: Watcher, first: int = 1) -> None:
         """All rounds. One torch thread a worker: many peers at once beat many threads a peer."""
-        info = RunInfo(model.flatten(self.module).numel(), len(self.nodes), self.samples, len(self.test_y))
+        parameters = model.flatten(self.module).numel()
+        info = RunInfo(parameters, len(self.nodes), self.samples, len(self.test_y), self.privacy)
         watcher.started(info)
+        for samples in self._samples:
+            samples.keep()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_node import model
-from spark_node.config import Config
+from spark_node.config import Config, without_sketch_secret
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
 from spark_node.errors import ConfigError
@@ -27,12 +27,14 @@ from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob
 from spark_node.launch.pids import forget_pid, note_pid
+from spark_node.launch.samples import peer_samples
 from spark_node.learning.algorithms import make_terms
 from spark_node.membership import peer_names
 from spark_node.model import ParameterLayout
 from spark_node.observe.observer import Observer
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher
 from spark_node.observe.run_folder import CHECKPOINTS, new_run_id
+from spark_node.privacy import guarantee
 
 log = logging.getLogger(__name__)
 
@@ -46,17 +48,16 @@ def peer_jobs(
     checkpoints: Path | None = None,
 ) -> list[PeerJob]:
     """What every peer, or every chosen one, starts with, in the order of their names."""
-    device = torch.device(config.run.device)
     test = _own_test(config, dataset)
     jobs = []
     names = peer_names(config.run.nodes)
     for place, i in enumerate(chosen or range(len(names))):
-        own = partition.indices[i]
-        x = dataset.standardise(dataset.train.pixels[own]).to(device)
-        y = torch.from_numpy(dataset.train.labels[own]).to(device)
         port = config.network.port + place if config.network.port else 0
         folder = checkpoints / names[i] if checkpoints is not None and config.checkpoint.enabled else None
-        jobs.append(PeerJob(names[i], config, module, x, y, dataset.classes, port, test, checkpoints=folder))
+        samples = peer_samples(config, names[i], dataset, partition.indices[i], folder)
+        samples.keep()
+        own = samples.inputs, samples.labels
+        jobs.append(PeerJob(names[i], config, module, *own, dataset.classes, port, test, checkpoints=folder))
     return jobs
 
 
@@ -154,7 +155,8 @@ class LocalNetwork:
 
             port, http_port = self._ports
             recorded = None if port else self._recorded
-            return serve(self.config, self.run_id, port=port, http_port=http_port, recorded=recorded, ready=ready)
+            settings = without_sketch_secret(self.config)
+            return serve(settings, self.run_id, port=port, http_port=http_port, recorded=recorded, ready=ready)
 
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.orchestrator = Child(fork(work, "orchestrator"))
@@ -223,7 +225,8 @@ def run_network(
         module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
         samples = tuple(len(indices) for indices in partition.indices)
         parameters = ParameterLayout.of(module).size
-        watcher.started(RunInfo(parameters, config.run.nodes, samples, len(dataset.test.labels)))
+        privacy = guarantee(config.privacy, partition.indices, dataset.classes)
+        watcher.started(RunInfo(parameters, config.run.nodes, samples, len(dataset.test.labels), privacy))
         network = LocalNetwork(config, dataset, partition, module, folder, run_id=run_id, recorded=recorded)
         with network:
             _watch(_start_observer(network), network, watcher)
@@ -283,8 +286,9 @@ async def _observe(network: LocalNetwork, watcher: Watcher) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, over.append, "the host of the peers has ended")
     layout, classes = ParameterLayout.of(network.module), network.dataset.classes
     test = network.dataset.standardise(network.dataset.test.pixels), torch.from_numpy(network.dataset.test.labels)
-    terms = cache(lambda run: make_terms(network.config, run, layout, classes))
-    observer = Observer(network.config, network.orchestrator_address, terms, network.module, test, watcher)
+    config = without_sketch_secret(network.config)
+    terms = cache(lambda run: make_terms(config, run, layout, classes))
+    observer = Observer(config, network.orchestrator_address, terms, network.module, test, watcher)
     await observer.follow(lambda: over[0] if over else None)
 
 

@@ -15,6 +15,7 @@ from spark_node.model import ParameterLayout
 from spark_node.package import planner
 from spark_node.package.format import Terms
 from spark_node.package.projection import Projection, ProjectionSpec
+from spark_node.privacy import sketch_seed
 
 
 def make_algorithm(
@@ -37,21 +38,25 @@ def make_algorithm(
 
 
 def make_projection(config: Config, layout: ParameterLayout) -> Projection:
-    """The run's projection as [package] describes it, the same on every peer."""
+    """The run's projection as [package] describes it, the same on every peer that knows the run's secret, if any."""
+    return Projection(layout, _projection_spec(config), sketch_seed(config.run.seed, config.privacy.sketch_secret))
+
+
+def _projection_spec(config: Config) -> ProjectionSpec:
     settings = config.package
-    spec = ProjectionSpec(
+    return ProjectionSpec(
         kind=settings.projection,
         sketch=settings.sketch,
         k=settings.sketch_size,
         fresh=settings.fresh_sketch,
         dense=settings.encoding == "dense",
     )
-    return Projection(layout, spec, config.run.seed)
 
 
 def make_terms(config: Config, run: str, layout: ParameterLayout, classes: int) -> Terms:
-    """What the messages of a run are about."""
-    return Terms(run, layout, make_projection(config, layout).layout, classes, config.package)
+    """What the messages of a run are about. Sizes only: an observer who knows no secret has the same."""
+    sketched = Projection(layout, _projection_spec(config), config.run.seed).layout
+    return Terms(run, layout, sketched, classes, config.package)
 
 
 def signature(config: Config, module: nn.Module) -> str:
@@ -61,6 +66,7 @@ def signature(config: Config, module: nn.Module) -> str:
     wire = asdict(config.package)
     for local in ("level", "chunk_bytes", "max_message_bytes", "max_decoded_bytes", "factor_cache_bytes", "in_memory"):
         del wire[local]
+    wire["secret"] = bool(config.privacy.sketch_secret)  # that there is one; of itself a digest would help to guess it
     said = {**shared, "package": wire, "algorithm": config.run.algorithm, "rounds": config.run.rounds}
     text = ParameterLayout.of(module).signature + json.dumps(said, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -141,7 +141,11 @@ class Spark:
         with self._stopwatch("jacobian"):
             found = jacobian(self.module, w, x, form=self._form, chunk=self.config.learning.jacobian_chunk)
         with self._stopwatch("projection"):
-            return Package(self.projection.apply(found, k), y)
+            sketched = self.projection.apply(found, k)
+        bound = self.config.privacy.logit_bound
+        if bound > 0:
+            sketched = replace(sketched, logits=sketched.logits.clamp(-bound, bound))
+        return Package(sketched, y)
 
     def _update(self, k: int, arrived: Mapping[str, Package]) -> None:
         """Kernel, target, evolution, weight update, momentum."""

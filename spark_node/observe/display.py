@@ -108,6 +108,8 @@ class PlainDisplay(QuietDisplay):
             f"{wording.task(config)}: {wording.network(config, info.peers)}; "
             f"{wording.model(config, info.parameters)}; {samples(info)}; seed {config.run.seed}"
         )
+        if info.privacy is not None:
+            self._wrapped(f"privacy: {info.privacy.in_words()}")
 
     def round_done(self, record: RoundRecord) -> None:
         planned = self._config.run.rounds
@@ -213,6 +215,8 @@ class LiveDisplay:
             f"{wording.model(config, info.parameters)} · {samples(info)} · seed {config.run.seed}",
             style="dim",
         )
+        if info.privacy is not None:
+            lines.append(f"\nprivacy: {info.privacy.in_words()}", style="dim")
         title = f"[bold cyan]{wording.algorithm(config)}[/] on [bold]{config.data.dataset}[/]"
         title += Text(f" ({config.data.partition})").markup
         return Panel(lines, title=title, title_align="left", border_style="cyan", padding=(0, 1))

@@ -214,6 +214,7 @@ def summarise(
     memory: Mapping[str, int] | None = None,
     environment: Mapping[str, Any] | None = None,
     resumes: Sequence[Mapping[str, int]] = (),
+    privacy: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """summary.json: the final figures of a run, all of them derived from its finished rounds."""
     reached = first_at(rounds, config.run.target_accuracy)
@@ -249,6 +250,7 @@ def summarise(
             "stages": {stage: float(seconds) for stage, seconds in stages.items()},
         },
         "resumes": [dict(said) for said in resumes],
+        "privacy": None if privacy is None else dict(privacy),
         "memory": dict(memory or {}),
         "per_peer": {"accuracy": [finite(float(value)) for value in client_accuracy]},
         "environment": dict(environment or {}),

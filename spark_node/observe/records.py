@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
+from spark_node.privacy import Guarantee
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -13,6 +15,8 @@ class RunInfo:
     peers: int
     samples_per_peer: tuple[int, ...]
     test_samples: int
+    privacy: Guarantee | None = None
+    """What holds for one sample, whoever watches; None: nothing is promised."""
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ class RunFolder:
             memory={**self._memory, **({} if peak is None else {"peak_rss": peak})},
             environment={**self._environment, "load_average_at_end": load_average()},
             resumes=self._resumes,
+            privacy=None if self._info.privacy is None else self._info.privacy.to_dict(),
         )
         write_atomically(self.path / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
         counts = tuple(tuple(int(count) for count in row) for row in self._label_counts)

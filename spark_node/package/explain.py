@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_node import model
-from spark_node.config import Config, PackageSettings
+from spark_node.config import Config, PackageSettings, PrivacySettings
 from spark_node.data.datasets import Dataset
 from spark_node.errors import DataError, UserError
 from spark_node.generated.spark.v1 import package_pb2 as pb
@@ -25,6 +25,7 @@ from spark_node.package.format import Terms
 from spark_node.package.projection import Projection
 from spark_node.package.reader import decode
 from spark_node.package.writer import CodedBlock, CodedMessage, encode
+from spark_node.privacy import privatise, randomness, truthful
 from spark_node.seeds import stream
 
 PEER, NEIGHBOUR, RUN, ROUND = "peer", "neighbour", "explain", 1
@@ -157,7 +158,7 @@ def explain(config: Config, dataset: Dataset, samples: int | None = None) -> Exp
     """The package that a peer with so many samples sends in its first round, taken apart."""
     device = torch.device(config.run.device)
     module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed).to(device)
-    x, y = _draw(dataset, samples, config.run.seed, device)
+    x, y = _draw(config, dataset, samples, device)
     layout = ParameterLayout.of(module)
     terms = make_terms(config, RUN, layout, dataset.classes)
     sent, at = _first_round(config, module, x, y, terms)
@@ -182,20 +183,22 @@ def explain(config: Config, dataset: Dataset, samples: int | None = None) -> Exp
         named=Traffic({**first, "package": named}) if named else None,
         naming=naming,
         loss=_loss(exact, arrived.jacobian, make_projection(config, layout), config.run.seed),
-        reveals=_reveals(module, coded, terms),
+        reveals=_reveals(module, coded, terms, config.privacy),
         refusals=tuple(s.refusal for s in sent if s.refusal),
     )
 
 
-def _draw(dataset: Dataset, samples: int | None, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Some of the training set, always the same."""
+def _draw(config: Config, dataset: Dataset, samples: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Some of the training set, always the same, privatised as a peer's would be."""
     held = len(dataset.train)
     count = min(DEFAULT_SAMPLES, held) if samples is None else samples
     if not 1 <= count <= held:
         raise DataError(f"--samples {count}: {dataset.name} has 1 to {held:,} training samples to choose from")
-    chosen = np.sort(stream(seed, "package", "samples").choice(held, count, replace=False))
-    x = dataset.standardise(dataset.train.pixels[chosen]).to(device)
-    return x, torch.from_numpy(dataset.train.labels[chosen]).to(device)
+    chosen = np.sort(stream(config.run.seed, "package", "samples").choice(held, count, replace=False))
+    pixels = dataset.standardise(dataset.train.pixels[chosen]).numpy()
+    labels = dataset.train.labels[chosen].astype(np.int64)
+    x, y = privatise(pixels, labels, config.privacy, dataset.classes, randomness(config.privacy, PEER))
+    return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
 # A round.
@@ -395,16 +398,24 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 # What it reveals.
 
 
-def _reveals(module: nn.Module, coded: CodedMessage, terms: Terms) -> dict[str, str]:
+def _reveals(module: nn.Module, coded: CodedMessage, terms: Terms, privacy: PrivacySettings) -> dict[str, str]:
     labels, logits, first = (coded.blocks[i].block for i in range(3))
     factored = coded.header.layers[0].form == pb.FORM_FACTORED
     part = module.get_submodule(coded.header.layers[0].name)
     inputs = _of_factors(first, terms) if factored else _of_dense(part, first, terms)
-    return {
-        "inputs": inputs,
-        "labels": f"in clear ({in_words(labels)})",
-        "logits": f"in clear ({in_words(logits)})",
-    }
+    if terms.layout.shapes[0] != terms.sketched.shapes[0] and len(coded.header.layers) > 1:
+        inputs += "; what the next layer gets follows from the inputs too and tells more at each new weights"
+    if privacy.noise > 0:
+        inputs = f"of inputs of norm {privacy.clip:g} at most with noise {privacy.noise:g} a number: {inputs}"
+    if privacy.sketch_secret:
+        inputs += "; privacy.sketch_secret keeps the sketch, and nothing else, from who is no peer"
+    told, cut = f"in clear ({in_words(labels)})", f"in clear ({in_words(logits)})"
+    if privacy.label_epsilon > 0:
+        share = truthful(terms.classes, privacy.label_epsilon)
+        told = f"after randomised response: {share:.0%} are the true ones ({in_words(labels)})"
+    if privacy.logit_bound > 0:
+        cut += f", cut off at {privacy.logit_bound:g}; the last layer's inputs tell them all the same"
+    return {"inputs": inputs, "labels": told, "logits": cut}
 
 
 _SEED = "who knows the run's seed, as every peer does,"

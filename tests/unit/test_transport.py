@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from spark_node.config import NetworkSettings, SecuritySettings, TopologySetting
 from spark_node.generated.spark.v1 import package_pb2, peer_pb2
 from spark_node.launch.slots import Slots
 from spark_node.learning.algorithms import make_terms
+from spark_node.learning.messages import Weights
 from spark_node.membership import Roster
 from spark_node.model import ParameterLayout
 from spark_node.package.errors import PackageError
@@ -183,19 +184,52 @@ def test_the_next_round_of_a_peer_is_the_first_whose_list_has_it() -> None:
     assert roster.round_with("stranger", 4) == 4
 
 
-def test_the_networks_round_is_what_half_of_the_neighbours_have_reached() -> None:
-    roster = Roster(0, TopologySettings("regular", 4, True))
-    roster.add(1, 1, {f"peer-{i}": f"h:{i}" for i in range(5)})
+def transport_of(roster: Roster) -> GrpcTransport:
+    """That of peer-0 in the run "monday", of a tiny model."""
     layout = ParameterLayout.of(torch.nn.Linear(3, 2))
     codec = PeerCodec(make_terms(load(environment={}), "monday", layout, 2), "peer-0", 0)
 
     async def compute(work: Callable[..., object], *arguments: object, heavy: bool = False) -> object:
         return work(*arguments)
 
+    network, traffic = NetworkSettings(), Traffic()
+    return GrpcTransport("peer-0", codec, roster, network, traffic, compute, Plaintext(), SecuritySettings())
+
+
+def test_a_message_of_a_member_list_that_is_on_its_way_is_held_until_that_comes() -> None:
+    roster = Roster(0, TopologySettings("regular", 2, True))
+    members = {f"peer-{i}": f"h:{i}" for i in range(3)}
+    roster.add(1, 1, {"peer-0": "h:0", "peer-2": "h:2", "peer-3": "h:3"})
+    sent = PeerCodec(transport_of(roster).codec.terms, "peer-1", 0).encode(Weights(torch.zeros(8)), 1, "peer-0")
+    envelope = peer_pb2.Envelope(run="monday", round=1, stage="weights", sender="peer-1", members_version=2)
+
+    async def arriving() -> AsyncIterator[bytes]:
+        for raw in frames.deliveries(envelope, sent, 2**20):
+            yield raw
+
     async def play() -> None:
-        transport = GrpcTransport(
-            "peer-0", codec, roster, NetworkSettings(), Traffic(), compute, Plaintext(), SecuritySettings()
-        )
+        transport = transport_of(roster)
+        await transport.enter(1)
+        asked: list[int] = []
+        transport.on_newer_members = lambda: asked.append(1)
+        receiving = asyncio.create_task(transport.receive(arriving(), None, "h:1"))
+        await asyncio.sleep(0.3)
+        assert not receiving.done()
+        assert asked, "the member list is asked for"
+        roster.add(2, 1, members)
+        receipt = await asyncio.wait_for(receiving, 10)
+        assert receipt.reason == peer_pb2.REASON_NONE, receipt
+        assert not transport.traffic.refused
+
+    asyncio.run(play())
+
+
+def test_the_networks_round_is_what_half_of_the_neighbours_have_reached() -> None:
+    roster = Roster(0, TopologySettings("regular", 4, True))
+    roster.add(1, 1, {f"peer-{i}": f"h:{i}" for i in range(5)})
+
+    async def play() -> None:
+        transport = transport_of(roster)
         assert transport.network_round(7) == 7  # nobody has said anything
         transport._standing = {"peer-1": 10**9}
         assert transport.network_round(7) == 7  # one that claims to be far ahead moves nothing

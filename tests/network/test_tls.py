@@ -224,7 +224,10 @@ def test_a_message_is_never_taken_twice(tmp_path: Path) -> None:
 
 @isolated
 def test_a_revoked_peer_is_refused_within_seconds_and_the_others_go_on_without_it(tmp_path: Path) -> None:
-    config = small(run__nodes=6, run__rounds=60, topology__degree=2, network__lease=2.0)
+    config = small(
+        run__nodes=6, run__rounds=60, topology__degree=2, network__lease=2.0,
+        network__deadline_floor=1.0, network__deadline_ceiling=10.0,
+    )  # fmt: skip
     network = Network(config, tmp_path)
     start_of_all = time.monotonic()
 

@@ -68,18 +68,11 @@ class Silent:
 
 def accuracy_of(config: Config, attack: str | None, liars: int) -> float:
     """Of the honest peers' mean model."""
-    from spark_node.data import datasets, partitions
+    from spark_node.cli.run import deal
     from spark_node.launch.memory import MemoryRun
     from spark_node.observe.accuracy import accuracy, mean_weights
 
-    dataset = datasets.load(config.data.dataset, Path(config.data.folder) if config.data.folder else None)
-    dealt = partitions.partition(
-        config.data.partition,
-        dataset,
-        config.run.nodes,
-        samples_per_node=config.data.samples_per_node,
-        seed=config.run.seed,
-    )
+    dataset, dealt = deal(config)
     run = MemoryRun(config, dataset, dealt)
     chosen = set(stream(config.run.seed, "liars").choice(config.run.nodes, liars, replace=False).tolist())
     honest = []

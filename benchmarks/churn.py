@@ -15,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import set_flags
+
 
 def start(folder: Path, nodes: int, rounds: int) -> "subprocess.Popen[str]":
     settings = {
@@ -31,8 +33,17 @@ def start(folder: Path, nodes: int, rounds: int) -> "subprocess.Popen[str]":
         "network.lease": 5.0,
         "network.deadline_floor": 10.0,
     }
-    given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    command = [sys.executable, "-m", "spark_node", "run", *given, "--out", str(folder), "--quiet", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "spark_node",
+        "run",
+        *set_flags(settings),
+        "--out",
+        str(folder),
+        "--quiet",
+        "--json",
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -22,6 +22,11 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def set_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings {"section.key": value} as the words of a command line."""
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
 def report(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None) -> None:
     """Print the rows as a table and, where asked, write them as JSON with what they were measured beside."""
     console = Console()

@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import set_flags
+
 STAGES = ("weights", "after weights", "consensus", "after consensus", "package", "after package")
 ROUND = 5
 _LINE = re.compile(r"round (\d+): \d+ of \d+ neighbours.*?, ([\d.]+) s$")
@@ -75,8 +77,7 @@ def train(case: dict[str, Any], folder: Path) -> None:
         "network.lease": 5.0,
         "network.deadline_floor": case["floor"],
     }
-    given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    sys.exit(main(["run", *given, "--out", str(folder), "--quiet", "--json"]))
+    sys.exit(main(["run", *set_flags(settings), "--out", str(folder), "--quiet", "--json"]))
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

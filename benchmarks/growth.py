@@ -16,6 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import set_flags
+
 ROUNDS = 6
 
 
@@ -31,9 +33,17 @@ def measure(nodes: int) -> dict[str, Any]:
             "learning.timesteps": [100, 200],
             "network.metrics": False,
         }
-        given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        given = [word.replace('"', "") for word in given]
-        command = [sys.executable, "-m", "spark_node", "run", "--nodes", str(nodes), "--rounds", str(ROUNDS), *given]
+        command = [
+            sys.executable,
+            "-m",
+            "spark_node",
+            "run",
+            "--nodes",
+            str(nodes),
+            "--rounds",
+            str(ROUNDS),
+            *set_flags(settings),
+        ]
         done = subprocess.run(
             [*command, "--out", str(out), "--quiet", "--json"], capture_output=True, text=True, check=False
         )

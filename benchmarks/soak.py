@@ -18,6 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import set_flags
+
 MEASURES = ("memory_MB", "descriptors", "threads", "connections")
 
 
@@ -56,11 +58,10 @@ def measure(minutes: float, peers: int) -> list[dict[str, Any]]:
         "learning.timesteps": [100],
         "package.weights": "int8",
     }
-    given = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     seen: dict[str, list[tuple[float, dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
-        command = [sys.executable, "-m", "spark_node", "run", *given, "--out", str(folder), "--quiet"]
+        command = [sys.executable, "-m", "spark_node", "run", *set_flags(settings), "--out", str(folder), "--quiet"]
         run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         start = time.monotonic()
         try:

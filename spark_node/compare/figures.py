@@ -194,7 +194,8 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
             if not by_bytes:
                 axes.fill_between(curve.x, low, high, color=style["color"], alpha=0.18, linewidth=0)
         if not clients:
-            _mark_target(axes, results, named=place % _PANELS_A_ROW == 0 or place == len(columns))
+            for target in results.targets:
+                plots.target_line(axes, target, named=place % _PANELS_A_ROW == 0 or place == len(columns))
         plots.titled(figure, axes, results.study.column_name(column) if len(columns) > 1 else title)
         if len(columns) > 1:
             axes.set_title(results.study.column_name(column), loc="left", fontsize=12.5, fontweight="normal", color=INK)
@@ -228,23 +229,6 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     for axes in panels[count:]:
         axes.remove()
     return figure, panels[:count]
-
-
-def _mark_target(axes: Axes, results: Results, named: bool) -> None:
-    """A dashed line at the target; its name stands beside the last panel of a row, where no curve is."""
-    for target in results.targets:
-        axes.axhline(target, color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
-        if named:
-            axes.annotate(
-                f"target\n{wording.target(target)}",
-                (1, target),
-                xycoords=("axes fraction", "data"),
-                xytext=(6, 0),
-                textcoords="offset points",
-                verticalalignment="center",
-                color=FAINT,
-                fontsize=11,
-            )
 
 
 def _value_line(

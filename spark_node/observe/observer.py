@@ -86,29 +86,29 @@ class Observer:
     async def _wait_for_start(self, alive: Callable[[], str | None]) -> None:
         """Until the peers have begun; a run that is resumed begins with a later round than the first."""
         while self._first == 0:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._changed.wait()
-            except TimeoutError:
-                reason = alive()
-                if reason is not None:
-                    raise RuntimeError(f"no peer is left to begin: {reason}") from None
+            over = await self._change(alive)
+            if over is not None:
+                raise RuntimeError(f"no peer is left to begin: {over}")
+
+    async def _change(self, alive: Callable[[], str | None]) -> str | None:
+        """Wait for news of any peer; why none can come, where a while brought none."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(1.0):
+                await self._changed.wait()
+        except TimeoutError:
+            return alive()
+        return None
 
     async def _wait_for(self, k: int, alive: Callable[[], str | None]) -> None:
         """Until every member that still lives has finished round k and its model has come."""
         while not self._complete(k):
             self._show(k)
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._changed.wait()
-            except TimeoutError:
-                reason = alive()
-                if reason is not None:
-                    if self._rounds[k].reports:
-                        return
-                    raise RuntimeError(f"no peer is left to finish round {k}: {reason}") from None
+            over = await self._change(alive)
+            if over is not None and self._rounds[k].reports:
+                return
+            if over is not None:
+                raise RuntimeError(f"no peer is left to finish round {k}: {over}")
         self._show(k)
 
     def _complete(self, k: int) -> bool:

@@ -245,10 +245,10 @@ def _finish_accuracy(figure: Figure, axes: Axes, title: str) -> Figure:
     return titled(figure, axes, title)
 
 
-def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
-    """A dashed line at each target, and a ring where a run reached its own."""
-    for target in sorted({run.target for run, _ in runs if run.target > 0}):
-        axes.axhline(target, color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+def target_line(axes: Axes, target: float, *, named: bool = True) -> None:
+    """A dashed line at a target accuracy; its name stands to the right, where no curve is."""
+    axes.axhline(target, color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+    if named:
         axes.annotate(
             f"target\n{wording.target(target)}",
             (1, target),
@@ -259,6 +259,12 @@ def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
             color=FAINT,
             fontsize=11,
         )
+
+
+def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
+    """A dashed line at each target, and a ring where a run reached its own."""
+    for target in sorted({run.target for run, _ in runs if run.target > 0}):
+        target_line(axes, target)
     for index, (run, place) in enumerate(runs):
         if run.reached is None or place is None:
             continue

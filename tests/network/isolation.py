@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,8 +30,13 @@ def isolated(test: Callable[..., None]) -> Callable[..., None]:
             sys.stdout.flush()
             os._exit(code)
         os.close(writing)
-        with os.fdopen(reading) as pipe:
-            said = pipe.read()
+        try:
+            with os.fdopen(reading) as pipe:
+                said = pipe.read()
+        except BaseException:  # the test's time is up: its processes end with it
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
         _, status = os.waitpid(child, 0)
         if os.waitstatus_to_exitcode(status) != 0:
             pytest.fail(said or f"the test's process ended with {os.waitstatus_to_exitcode(status)}", pytrace=False)

@@ -22,7 +22,7 @@ from spark_node.errors import UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
 from spark_node.launch.pids import forget_pid, note_pid
-from spark_node.launch.slots import Slots
+from spark_node.launch.turns import Steward, Turns
 from spark_node.memory import tune_allocator
 
 log = logging.getLogger(__name__)
@@ -81,14 +81,25 @@ class Host:
         self._logs, self._workers, self._restarts, self._log_form = logs, workers, restarts, log_form
         self._waiting = [_Child(job) for job in jobs]
         self._running: dict[int, _Child] = {}
+        self._turns: Turns | None = None
         self._stopping = False
 
     def run(self) -> int:
         """0: every peer finished; 1: some did not; 2: some could not begin."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="spark-slots-") as slots:
-            self._slots = Path(slots)
+        if not self._workers:
             return self._watch()
+        with TemporaryDirectory(prefix="spark-turns-") as folder:
+            address = Path(folder) / "steward"
+            steward = Steward(address, self._workers)
+            pid = fork(steward.serve, "the steward of turns")
+            steward.close()
+            self._turns = Turns(address)
+            try:
+                return self._watch()
+            finally:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
     def _watch(self) -> int:
         tune_allocator()
@@ -115,9 +126,7 @@ class Host:
     def _peer(self, child: _Child) -> int:
         name = child.job.name
         log_to(self._logs / f"{name}.log", self._log_form, name)
-        index = int.from_bytes(name.encode()[-4:], "little")
-        slots = Slots(self._slots, self._workers, index) if self._workers else None
-        run_peer(child.job, slots, self._logs / FILE)
+        run_peer(child.job, self._turns, self._logs / FILE)
         return 0
 
     def _wait(self) -> tuple[int, int]:

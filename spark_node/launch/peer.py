@@ -25,7 +25,7 @@ from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.recovery import Recovery, remember_port, remembered_port
-from spark_node.launch.slots import Slots
+from spark_node.launch.turns import Turns
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.messages import Weights
 from spark_node.membership import Roster
@@ -225,8 +225,8 @@ class Service:
 class PeerProcess:
     """Everything between the fork and the exit of one peer."""
 
-    def __init__(self, job: PeerJob, slots: Slots | None, order: Path | None = None) -> None:
-        self._job, self._slots, self._order = job, slots, order
+    def __init__(self, job: PeerJob, turns: Turns | None, order: Path | None = None) -> None:
+        self._job, self._turns, self._order = job, turns, order
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
         self._security = security_of(job.config.security, Role.PEER, job.name)
@@ -420,20 +420,20 @@ class PeerProcess:
         return await loop.run_in_executor(self._light, work, *arguments)
 
     def _in_turn(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        if self._slots is None:
+        if self._turns is None:
             return work(*arguments)
-        with self._slots.one():
+        with self._turns.one():
             try:
                 return work(*arguments)
             finally:
                 give_back()
 
 
-def run_peer(job: PeerJob, slots: Slots | None, order: Path | None = None) -> None:
+def run_peer(job: PeerJob, turns: Turns | None, order: Path | None = None) -> None:
     """Blocks until the peer is done or was told to stop. `order`: where network.chaos looks for its faults."""
     torch.set_num_threads(1)
-    asyncio.run(_run(job, slots, order))
+    asyncio.run(_run(job, turns, order))
 
 
-async def _run(job: PeerJob, slots: Slots | None, order: Path | None) -> None:
-    await PeerProcess(job, slots, order).run()
+async def _run(job: PeerJob, turns: Turns | None, order: Path | None) -> None:
+    await PeerProcess(job, turns, order).run()

@@ -1,13 +1,9 @@
 """The parts of the transport, each by itself: deadlines, mailbox, member lists, frames, turns."""
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from pathlib import Path
 
-import pytest
 import torch
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -16,7 +12,6 @@ from hypothesis import strategies as st
 
 from spark_node.config import NetworkSettings, SecuritySettings, TopologySettings, load
 from spark_node.generated.spark.v1 import package_pb2, peer_pb2
-from spark_node.launch.slots import Slots
 from spark_node.learning.algorithms import make_terms
 from spark_node.learning.messages import Weights
 from spark_node.membership import Roster
@@ -280,54 +275,3 @@ def test_any_bytes_are_a_frame_or_one_typed_error(raw: bytes) -> None:
 
 def _numbers(raw: bytes) -> list[int]:
     return [number for number, _ in frames._fields(memoryview(raw))]
-
-
-# Turns
-
-
-def test_a_slot_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with Slots(tmp_path, 1, 0).one():
-            os.write(tell, b"x")
-            time.sleep(60)
-        os._exit(0)
-    os.read(ready, 1)
-    mine = Slots(tmp_path, 1, 1)
-    started = time.monotonic()
-    killer = os.fork()
-    if killer == 0:
-        time.sleep(0.3)
-        os.kill(child, signal.SIGKILL)
-        os._exit(0)
-    with mine.one():
-        waited = time.monotonic() - started
-    assert 0.1 < waited < 20
-    for pid in (child, killer):
-        os.waitpid(pid, 0)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_no_more_than_the_given_number_compute_at_once(tmp_path: Path, count: int) -> None:
-    log = tmp_path / "log"
-    children = []
-    for i in range(6):
-        pid = os.fork()
-        if pid == 0:
-            with Slots(tmp_path, count, i).one():
-                for word in ("in", "out"):
-                    with log.open("a") as file:
-                        file.write(f"{word}\n")
-                    if word == "in":
-                        time.sleep(0.05)
-            os._exit(0)
-        children.append(pid)
-    for pid in children:
-        os.waitpid(pid, 0)
-    inside = most = 0
-    for line in log.read_text().splitlines():
-        inside += 1 if line == "in" else -1
-        most = max(most, inside)
-    assert most <= count
-    assert inside == 0

@@ -73,9 +73,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
     metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
     service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
-    linger = (
-        "with --metrics-port: seconds to go on serving after the end, so that the last round is scraped (default: 0)"
-    )
+    linger = "with --metrics-port: seconds to go on serving after the end, for the last scrape (default: 0)"
     service.add_argument("--linger", metavar="SECONDS", type=_seconds, default=0.0, help=linger)
     parser.set_defaults(func=command)
 

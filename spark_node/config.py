@@ -108,7 +108,7 @@ class DataSettings:
     @property
     def title(self) -> str:
         """The dataset as people and folders call it."""
-        return Path(self.dataset).stem if self.dataset.startswith("file:") else self.dataset
+        return Path(self.dataset.removeprefix("file:")).stem if self.dataset.startswith("file:") else self.dataset
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The model that a user gives: a module, a factory of one, or what the settings say."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ def own_learner(algorithm: str | Learner | None) -> tuple[str | None, Learner]:
     """What run.algorithm says, and who makes the peers' algorithms."""
     if algorithm is None or isinstance(algorithm, str):
         return algorithm, make_algorithm
-    name = f"{algorithm.__module__}:{getattr(algorithm, '__qualname__', type(algorithm).__name__)}"
-    name = name.replace("<locals>.", "").replace("<lambda>", "algorithm")
+    parts = algorithm.__module__, getattr(algorithm, "__qualname__", type(algorithm).__name__)
+    name = ":".join(re.sub(r"[^\w.]", "_", part.replace("<locals>.", "")) for part in parts)
     made_by = algorithm
 
     def learner(

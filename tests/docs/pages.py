@@ -11,7 +11,7 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob(
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"(?:\]\(|src=\")([^)\s\"]+)[)\"]")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 

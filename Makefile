@@ -19,7 +19,7 @@ demo: venv  ## 20 peers learn handwritten digits together; a minute
 	$(BIN)/spark-dfl run --preset demo
 
 test: venv  ## the whole test suite
-	$(BIN)/python -m pytest -n auto tests
+	$(BIN)/python -m pytest -n auto --maxschedchunk 2 tests
 
 lint: venv  ## format, lint and types
 	$(BIN)/ruff format --check .

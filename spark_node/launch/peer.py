@@ -152,6 +152,7 @@ class Service:
             {
                 "Deliver": grpc.stream_unary_rpc_method_handler(self.Deliver, response_serializer=receipt),
                 "DeliverWhole": grpc.unary_unary_rpc_method_handler(self.DeliverWhole, response_serializer=receipt),
+                "Standing": grpc.unary_unary_rpc_method_handler(self.Standing, pb.StandingRequest.FromString, receipt),
                 "Model": grpc.unary_stream_rpc_method_handler(
                     self.Model, pb.ModelRequest.FromString, pb.ModelReply.SerializeToString
                 ),
@@ -191,6 +192,14 @@ class Service:
             yield request
 
         return await self.Deliver(alone(), context)
+
+    async def Standing(self, request: "pb.StandingRequest", context: Any) -> "pb.Receipt":
+        await self._admit(context, SENDERS)
+        if self.transport is None:
+            return pb.Receipt(reason=pb.REASON_EARLY)
+        if request.run != self.transport.codec.terms.run:
+            return self.transport.refuse(pb.REASON_WRONG_RUN, "another run")
+        return self.transport.standing()
 
     async def _admit(self, context: Any, roles: Collection[Role]) -> Identity | None:
         """Who calls, where that is known; the call ends here unless it is one of these roles."""

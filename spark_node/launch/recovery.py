@@ -61,6 +61,7 @@ class Recovery:
         peer = self._node.peer
         first = max(self._roster.round_with(peer, 1), self._line.furthest + 1)
         first = self._roster.round_with(peer, first)
+        await self._transport.enter(first)  # whoever is in an earlier round hears at once that this peer is not
         if not await self._resume(first) and first > 1:
             await self._take_weights(first)
         return first, self._node.algorithm.weights
@@ -96,6 +97,7 @@ class Recovery:
         target = self._roster.round_with(self._node.peer, target)
         if target > k:
             log.warning("the network has gone on: from round %d straight to round %d", k, target)
+            await self._transport.enter(target)
             await self._take_weights(target)
         return target
 

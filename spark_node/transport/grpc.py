@@ -34,7 +34,9 @@ _HANDSHAKE_MS = 20_000
 """The time that a connection has to show a certificate."""
 HELD_SECONDS = 10.0
 """The most that a message waits for the start of the run, or for a member list, before it is told to come again."""
-_STREAM, _WHOLE, _MODEL = "/spark.v1.Peer/Deliver", "/spark.v1.Peer/DeliverWhole", "/spark.v1.Peer/Model"
+_STREAM, _WHOLE, _MODEL, _STANDING = (
+    f"/spark.v1.Peer/{method}" for method in ("Deliver", "DeliverWhole", "Model", "Standing")
+)
 AGAIN = (pb.REASON_EARLY, pb.REASON_BUSY, pb.REASON_TOO_FAST)
 """Answers after which the same message is sent again a little later."""
 _WILL_NOT_COME = (
@@ -137,6 +139,16 @@ class GrpcTransport:
         self._generations: dict[str, int] = {}
         self._dismissed: set[str] = set()
         self.on_newer_members: Callable[[], None] = lambda: None
+
+    @property
+    def knows_its_round(self) -> bool:
+        """False until the first round is entered: what comes before may be of rounds that this peer will not be in."""
+        return self.mailbox.round > 0
+
+    def standing(self) -> "pb.Receipt":
+        """Where this peer stands."""
+        reason = pb.REASON_NONE if self.knows_its_round else pb.REASON_EARLY
+        return pb.Receipt(reason=reason, round=self.mailbox.round)
 
     # What a round calls.
 
@@ -315,17 +327,46 @@ class GrpcTransport:
         return self.roster.address(peer), self._security.expected(Role.PEER, peer)
 
     async def _watch(self, k: int, peer: str) -> None:
-        """Notice that a neighbour's process is gone: its connection breaks and no new one can be made."""
+        """Notice that a neighbour's process is gone: its connection breaks, and no new one can be made.
+
+        Or one can, to the process that was started in its place: that one says that it will not be in this round.
+        """
+        fresh = self._line(peer) not in self._channels
         channel = self._channel(peer)
+        broke = not fresh and channel.get_state() is grpc.ChannelConnectivity.IDLE
         while True:
             state = channel.get_state(try_to_connect=True)
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            if broke and state is grpc.ChannelConnectivity.READY:
+                if await self._is_past(k, peer, channel):
+                    log.warning("round %d: %s was started again", k, peer)
+                    await self._lose(k, peer, "restarted")
+                    return
+                broke = False
+            elif state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 await asyncio.sleep(_SECOND_LOOK)
                 if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     log.warning("round %d: the connection to %s broke and cannot be made again", k, peer)
                     await self._lose(k, peer, "unreachable")
                     return
             await channel.wait_for_state_change(state)
+            broke = broke or state is grpc.ChannelConnectivity.READY
+
+    async def _is_past(self, k: int, peer: str, channel: aio.Channel) -> bool:
+        """Whether a neighbour says that round k is over where it is; one that has not joined yet is asked again."""
+        call = channel.unary_unary(
+            _STANDING,
+            request_serializer=pb.StandingRequest.SerializeToString,
+            response_deserializer=pb.Receipt.FromString,
+        )
+        while True:
+            try:
+                receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run), timeout=HELD_SECONDS)
+            except aio.AioRpcError:
+                return False  # it is gone again: the state of the connection tells
+            if receipt.reason != pb.REASON_EARLY:
+                self._standing[peer] = receipt.round
+                return receipt.round > k
+            await asyncio.sleep(_SECOND_LOOK)
 
     async def _expire(self, peer: str, seconds: float, expired: set[str]) -> None:
         """A neighbour under suspicion is not waited for as long as the others."""
@@ -435,11 +476,14 @@ class GrpcTransport:
         return pb.Receipt(round=self.mailbox.round)
 
     async def _judge_patiently(self, envelope: "pb.Envelope", certified: str | None, who: str) -> "pb.Reason":
-        """A message of a member list that is on its way to us is held: sending it again would cost all its bytes."""
+        """A message that is too early by a moment is held: sending it again would cost all its bytes.
+
+        So are those of a member list that is on its way to us, and all before this peer knows its first round.
+        """
         end = time.monotonic() + HELD_SECONDS
         while True:
             reason = self._judge(envelope, certified, who)
-            unknown = envelope.members_version > self.roster.version
+            unknown = envelope.members_version > self.roster.version or not self.knows_its_round
             if reason != pb.REASON_EARLY or not unknown or time.monotonic() > end:
                 return reason
             await asyncio.sleep(0.1)
@@ -455,6 +499,8 @@ class GrpcTransport:
             return pb.REASON_WRONG_STAGE
         if envelope.members_version > self.roster.version:
             self.on_newer_members()
+        if not self.knows_its_round:
+            return pb.REASON_EARLY
         reason = self.mailbox.admits(envelope.round, envelope.stage, envelope.sender)
         if reason in (pb.REASON_STALE, pb.REASON_EARLY, pb.REASON_DUPLICATE):
             return reason

@@ -68,14 +68,18 @@ def test_a_peer_that_is_killed_in_a_stage_is_left_out_and_nobody_waits_for_the_d
     assert time.monotonic() - start < 45, f"somebody waited for the deadline\n{logs(tmp_path)}"
 
 
+@pytest.mark.parametrize("stage", ["weights", "after weights", "package"])
 @isolated
-def test_a_crashed_peer_is_started_again_and_takes_part_in_later_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_crashed_peer_is_started_again_takes_part_in_later_rounds_and_nobody_waits_for_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    doomed(monkeypatch, "weights", 2)
-    config = small(run__rounds=60, network__restarts=1, network__lease=1.0, network__deadline_floor=20.0)
+    """In its second round, when the deadline is the ceiling; its new process is there before anybody misses it."""
+    doomed(monkeypatch, stage, 2)
+    config = small(run__rounds=60, network__restarts=1, network__lease=1.0, network__deadline_ceiling=150.0)
     network = Network(config, tmp_path)
+    start = time.monotonic()
     found = network.train()
+    assert time.monotonic() - start < 120, f"somebody waited for the deadline\n{logs(tmp_path)}"
     assert VICTIM in found, logs(tmp_path)
     said = logs(tmp_path)
     assert f"{VICTIM} ended with -9; started again" in said
@@ -87,7 +91,7 @@ def test_a_crashed_peer_is_started_again_and_takes_part_in_later_rounds(
 def test_training_goes_on_without_the_orchestrator_and_finds_it_again(tmp_path: Path) -> None:
     from orchestrator.main import serve
 
-    config = small(run__rounds=60, network__lease=1.0)
+    config = small(run__rounds=60, network__lease=5.0)
     network = Network(config, tmp_path)
     with network.local as local:
         assert local.orchestrator is not None

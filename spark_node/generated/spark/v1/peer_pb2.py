@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from spark_node.generated.spark.v1 import package_pb2 as spark_dot_v1_dot_package__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13spark/v1/peer.proto\x12\x08spark.v1\x1a\x16spark/v1/package.proto\"^\n\x08\x45nvelope\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x17\n\x0fmembers_version\x18\x05 \x01(\x04\"P\n\x08\x44\x65livery\x12$\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x12.spark.v1.Envelope\x12\x1e\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.spark.v1.Chunk\"[\n\x07Receipt\x12 \n\x06reason\x18\x01 \x01(\x0e\x32\x10.spark.v1.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0f\n\x07missing\x18\x04 \x03(\x0c\":\n\x0cModelRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06member\x18\x03 \x01(\t\";\n\nModelReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x1e\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.spark.v1.Chunk\"1\n\rFollowRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x66ter_round\x18\x02 \x01(\x04\"T\n\tEdgeBytes\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04sent\x18\x03 \x01(\x04\x12\x0b\n\x03raw\x18\x04 \x01(\x04\x12\x10\n\x08messages\x18\x05 \x01(\x04\"\xbc\x03\n\x0bRoundReport\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x04\x12\x0c\n\x04used\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12>\n\rstage_seconds\x18\x05 \x03(\x0b\x32\'.spark.v1.RoundReport.StageSecondsEntry\x12/\n\x05\x66\x61\x63ts\x18\x06 \x03(\x0b\x32 .spark.v1.RoundReport.FactsEntry\x12\"\n\x05\x62ytes\x18\x07 \x03(\x0b\x32\x13.spark.v1.EdgeBytes\x12\x33\n\x07refused\x18\x08 \x03(\x0b\x32\".spark.v1.RoundReport.RefusedEntry\x12\x10\n\x08\x66inished\x18\t \x01(\x01\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x9f\x01\n\x08Progress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12%\n\x06rounds\x18\x04 \x03(\x0b\x32\x15.spark.v1.RoundReport\x12\x15\n\rcontrol_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x04\x12\x11\n\tpss_bytes\x18\x07 \x01(\x04*\xec\x04\n\x06Reason\x12\x0f\n\x0bREASON_NONE\x10\x00\x12\x14\n\x10REASON_MALFORMED\x10\x01\x12\x14\n\x10REASON_TOO_LARGE\x10\x02\x12\x13\n\x0fREASON_CHECKSUM\x10\x03\x12\x1d\n\x19REASON_UNSUPPORTED_FORMAT\x10\x04\x12\x14\n\x10REASON_WRONG_RUN\x10\x05\x12\x16\n\x12REASON_WRONG_ROUND\x10\x06\x12\x17\n\x13REASON_WRONG_SENDER\x10\x07\x12\x15\n\x11REASON_WRONG_KIND\x10\x08\x12\x1a\n\x16REASON_WRONG_SIGNATURE\x10\t\x12\x1e\n\x1aREASON_WRONG_SPECIFICATION\x10\n\x12\x15\n\x11REASON_NOT_FINITE\x10\x0b\x12\x19\n\x15REASON_MISSING_FACTOR\x10\x0c\x12\x10\n\x0cREASON_STALE\x10\r\x12\x10\n\x0cREASON_EARLY\x10\x0e\x12\x1a\n\x16REASON_NOT_A_NEIGHBOUR\x10\x0f\x12\x14\n\x10REASON_DUPLICATE\x10\x10\x12\x1a\n\x16REASON_UNAUTHENTICATED\x10\x11\x12\x0f\n\x0bREASON_BUSY\x10\x12\x12\x0f\n\x0bREASON_LATE\x10\x13\x12\x12\n\x0eREASON_CUT_OFF\x10\x14\x12\x13\n\x0fREASON_TOO_FAST\x10\x15\x12\x12\n\x0eREASON_REVOKED\x10\x16\x12\x12\n\x0eREASON_EXPIRED\x10\x17\x12\x15\n\x11REASON_WRONG_ROLE\x10\x18\x12\x16\n\x12REASON_WRONG_STAGE\x10\x19\x12\x11\n\rREASON_SILENT\x10\x1a\x32\xe3\x01\n\x04Peer\x12\x32\n\x07\x44\x65liver\x12\x12.spark.v1.Delivery\x1a\x11.spark.v1.Receipt(\x01\x12\x35\n\x0c\x44\x65liverWhole\x12\x12.spark.v1.Delivery\x1a\x11.spark.v1.Receipt\x12\x37\n\x05Model\x12\x16.spark.v1.ModelRequest\x1a\x14.spark.v1.ModelReply0\x01\x12\x37\n\x06\x46ollow\x12\x17.spark.v1.FollowRequest\x1a\x12.spark.v1.Progress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13spark/v1/peer.proto\x12\x08spark.v1\x1a\x16spark/v1/package.proto\"^\n\x08\x45nvelope\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x17\n\x0fmembers_version\x18\x05 \x01(\x04\"P\n\x08\x44\x65livery\x12$\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x12.spark.v1.Envelope\x12\x1e\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.spark.v1.Chunk\"[\n\x07Receipt\x12 \n\x06reason\x18\x01 \x01(\x0e\x32\x10.spark.v1.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0f\n\x07missing\x18\x04 \x03(\x0c\"\x1e\n\x0fStandingRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\":\n\x0cModelRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06member\x18\x03 \x01(\t\";\n\nModelReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x1e\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.spark.v1.Chunk\"1\n\rFollowRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x66ter_round\x18\x02 \x01(\x04\"T\n\tEdgeBytes\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04sent\x18\x03 \x01(\x04\x12\x0b\n\x03raw\x18\x04 \x01(\x04\x12\x10\n\x08messages\x18\x05 \x01(\x04\"\xbc\x03\n\x0bRoundReport\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x04\x12\x0c\n\x04used\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12>\n\rstage_seconds\x18\x05 \x03(\x0b\x32\'.spark.v1.RoundReport.StageSecondsEntry\x12/\n\x05\x66\x61\x63ts\x18\x06 \x03(\x0b\x32 .spark.v1.RoundReport.FactsEntry\x12\"\n\x05\x62ytes\x18\x07 \x03(\x0b\x32\x13.spark.v1.EdgeBytes\x12\x33\n\x07refused\x18\x08 \x03(\x0b\x32\".spark.v1.RoundReport.RefusedEntry\x12\x10\n\x08\x66inished\x18\t \x01(\x01\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x9f\x01\n\x08Progress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12%\n\x06rounds\x18\x04 \x03(\x0b\x32\x15.spark.v1.RoundReport\x12\x15\n\rcontrol_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x04\x12\x11\n\tpss_bytes\x18\x07 \x01(\x04*\xec\x04\n\x06Reason\x12\x0f\n\x0bREASON_NONE\x10\x00\x12\x14\n\x10REASON_MALFORMED\x10\x01\x12\x14\n\x10REASON_TOO_LARGE\x10\x02\x12\x13\n\x0fREASON_CHECKSUM\x10\x03\x12\x1d\n\x19REASON_UNSUPPORTED_FORMAT\x10\x04\x12\x14\n\x10REASON_WRONG_RUN\x10\x05\x12\x16\n\x12REASON_WRONG_ROUND\x10\x06\x12\x17\n\x13REASON_WRONG_SENDER\x10\x07\x12\x15\n\x11REASON_WRONG_KIND\x10\x08\x12\x1a\n\x16REASON_WRONG_SIGNATURE\x10\t\x12\x1e\n\x1aREASON_WRONG_SPECIFICATION\x10\n\x12\x15\n\x11REASON_NOT_FINITE\x10\x0b\x12\x19\n\x15REASON_MISSING_FACTOR\x10\x0c\x12\x10\n\x0cREASON_STALE\x10\r\x12\x10\n\x0cREASON_EARLY\x10\x0e\x12\x1a\n\x16REASON_NOT_A_NEIGHBOUR\x10\x0f\x12\x14\n\x10REASON_DUPLICATE\x10\x10\x12\x1a\n\x16REASON_UNAUTHENTICATED\x10\x11\x12\x0f\n\x0bREASON_BUSY\x10\x12\x12\x0f\n\x0bREASON_LATE\x10\x13\x12\x12\n\x0eREASON_CUT_OFF\x10\x14\x12\x13\n\x0fREASON_TOO_FAST\x10\x15\x12\x12\n\x0eREASON_REVOKED\x10\x16\x12\x12\n\x0eREASON_EXPIRED\x10\x17\x12\x15\n\x11REASON_WRONG_ROLE\x10\x18\x12\x16\n\x12REASON_WRONG_STAGE\x10\x19\x12\x11\n\rREASON_SILENT\x10\x1a\x32\x9d\x02\n\x04Peer\x12\x32\n\x07\x44\x65liver\x12\x12.spark.v1.Delivery\x1a\x11.spark.v1.Receipt(\x01\x12\x35\n\x0c\x44\x65liverWhole\x12\x12.spark.v1.Delivery\x1a\x11.spark.v1.Receipt\x12\x38\n\x08Standing\x12\x19.spark.v1.StandingRequest\x1a\x11.spark.v1.Receipt\x12\x37\n\x05Model\x12\x16.spark.v1.ModelRequest\x1a\x14.spark.v1.ModelReply0\x01\x12\x37\n\x06\x46ollow\x12\x17.spark.v1.FollowRequest\x1a\x12.spark.v1.Progress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,32 +38,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUNDREPORT_FACTSENTRY']._serialized_options = b'8\001'
   _globals['_ROUNDREPORT_REFUSEDENTRY']._loaded_options = None
   _globals['_ROUNDREPORT_REFUSEDENTRY']._serialized_options = b'8\001'
-  _globals['_REASON']._serialized_start=1196
-  _globals['_REASON']._serialized_end=1816
+  _globals['_REASON']._serialized_start=1228
+  _globals['_REASON']._serialized_end=1848
   _globals['_ENVELOPE']._serialized_start=57
   _globals['_ENVELOPE']._serialized_end=151
   _globals['_DELIVERY']._serialized_start=153
   _globals['_DELIVERY']._serialized_end=233
   _globals['_RECEIPT']._serialized_start=235
   _globals['_RECEIPT']._serialized_end=326
-  _globals['_MODELREQUEST']._serialized_start=328
-  _globals['_MODELREQUEST']._serialized_end=386
-  _globals['_MODELREPLY']._serialized_start=388
-  _globals['_MODELREPLY']._serialized_end=447
-  _globals['_FOLLOWREQUEST']._serialized_start=449
-  _globals['_FOLLOWREQUEST']._serialized_end=498
-  _globals['_EDGEBYTES']._serialized_start=500
-  _globals['_EDGEBYTES']._serialized_end=584
-  _globals['_ROUNDREPORT']._serialized_start=587
-  _globals['_ROUNDREPORT']._serialized_end=1031
-  _globals['_ROUNDREPORT_STAGESECONDSENTRY']._serialized_start=886
-  _globals['_ROUNDREPORT_STAGESECONDSENTRY']._serialized_end=937
-  _globals['_ROUNDREPORT_FACTSENTRY']._serialized_start=939
-  _globals['_ROUNDREPORT_FACTSENTRY']._serialized_end=983
-  _globals['_ROUNDREPORT_REFUSEDENTRY']._serialized_start=985
-  _globals['_ROUNDREPORT_REFUSEDENTRY']._serialized_end=1031
-  _globals['_PROGRESS']._serialized_start=1034
-  _globals['_PROGRESS']._serialized_end=1193
-  _globals['_PEER']._serialized_start=1819
-  _globals['_PEER']._serialized_end=2046
+  _globals['_STANDINGREQUEST']._serialized_start=328
+  _globals['_STANDINGREQUEST']._serialized_end=358
+  _globals['_MODELREQUEST']._serialized_start=360
+  _globals['_MODELREQUEST']._serialized_end=418
+  _globals['_MODELREPLY']._serialized_start=420
+  _globals['_MODELREPLY']._serialized_end=479
+  _globals['_FOLLOWREQUEST']._serialized_start=481
+  _globals['_FOLLOWREQUEST']._serialized_end=530
+  _globals['_EDGEBYTES']._serialized_start=532
+  _globals['_EDGEBYTES']._serialized_end=616
+  _globals['_ROUNDREPORT']._serialized_start=619
+  _globals['_ROUNDREPORT']._serialized_end=1063
+  _globals['_ROUNDREPORT_STAGESECONDSENTRY']._serialized_start=918
+  _globals['_ROUNDREPORT_STAGESECONDSENTRY']._serialized_end=969
+  _globals['_ROUNDREPORT_FACTSENTRY']._serialized_start=971
+  _globals['_ROUNDREPORT_FACTSENTRY']._serialized_end=1015
+  _globals['_ROUNDREPORT_REFUSEDENTRY']._serialized_start=1017
+  _globals['_ROUNDREPORT_REFUSEDENTRY']._serialized_end=1063
+  _globals['_PROGRESS']._serialized_start=1066
+  _globals['_PROGRESS']._serialized_end=1225
+  _globals['_PEER']._serialized_start=1851
+  _globals['_PEER']._serialized_end=2136
 # @@protoc_insertion_point(module_scope)

@@ -99,6 +99,12 @@ class Receipt(_message.Message):
     missing: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class StandingRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
 class ModelRequest(_message.Message):
     __slots__ = ("run", "round", "member")
     RUN_FIELD_NUMBER: _ClassVar[int]

@@ -44,6 +44,11 @@ class PeerStub:
                 request_serializer=spark_dot_v1_dot_peer__pb2.Delivery.SerializeToString,
                 response_deserializer=spark_dot_v1_dot_peer__pb2.Receipt.FromString,
                 _registered_method=True)
+        self.Standing = channel.unary_unary(
+                '/spark.v1.Peer/Standing',
+                request_serializer=spark_dot_v1_dot_peer__pb2.StandingRequest.SerializeToString,
+                response_deserializer=spark_dot_v1_dot_peer__pb2.Receipt.FromString,
+                _registered_method=True)
         self.Model = channel.unary_stream(
                 '/spark.v1.Peer/Model',
                 request_serializer=spark_dot_v1_dot_peer__pb2.ModelRequest.SerializeToString,
@@ -68,6 +73,13 @@ class PeerServicer:
 
     def DeliverWhole(self, request, context):
         """The same for a message that is a single chunk: the common case, with less to and fro.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Standing(self, request, context):
+        """Where the peer stands, for a neighbour whose connection to it broke: a process that was started again is past the round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +110,11 @@ def add_PeerServicer_to_server(servicer, server):
             'DeliverWhole': grpc.unary_unary_rpc_method_handler(
                     servicer.DeliverWhole,
                     request_deserializer=spark_dot_v1_dot_peer__pb2.Delivery.FromString,
+                    response_serializer=spark_dot_v1_dot_peer__pb2.Receipt.SerializeToString,
+            ),
+            'Standing': grpc.unary_unary_rpc_method_handler(
+                    servicer.Standing,
+                    request_deserializer=spark_dot_v1_dot_peer__pb2.StandingRequest.FromString,
                     response_serializer=spark_dot_v1_dot_peer__pb2.Receipt.SerializeToString,
             ),
             'Model': grpc.unary_stream_rpc_method_handler(
@@ -164,6 +181,33 @@ class Peer:
             target,
             '/spark.v1.Peer/DeliverWhole',
             spark_dot_v1_dot_peer__pb2.Delivery.SerializeToString,
+            spark_dot_v1_dot_peer__pb2.Receipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Standing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spark.v1.Peer/Standing',
+            spark_dot_v1_dot_peer__pb2.StandingRequest.SerializeToString,
             spark_dot_v1_dot_peer__pb2.Receipt.FromString,
             options,
             channel_credentials,

@@ -36,9 +36,16 @@ class Proximal(spark_node.Gossip):
 def main() -> None:
     x, y = load_digits(return_X_y=True)
     x = (x - x.mean(0)) / (x.std(0) + 0.1)
-    common = {"nodes": 8, "degree": 3, "partition": "dirichlet:0.3", "rounds": 6}
     for algorithm in (Proximal, "dfedavg", "spark"):
-        result = spark_node.simulate((x[:1000], y[:1000]), test=(x[1000:], y[1000:]), algorithm=algorithm, **common)
+        result = spark_node.simulate(
+            (x[:1000], y[:1000]),
+            test=(x[1000:], y[1000:]),
+            algorithm=algorithm,
+            nodes=8,
+            degree=3,
+            partition="dirichlet:0.3",
+            rounds=6,
+        )
         bars = "".join("▁▂▃▄▅▆▇█"[min(int(8 * a), 7)] for a in result.curve)
         print(f"{getattr(algorithm, '__name__', algorithm):>10}  {bars}  {result.accuracy:.1%}")
 

@@ -26,7 +26,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = avg_pool2d(torch.relu(self.first(x)), 2)
         h = h + torch.relu(self.second(h))
-        return self.head(avg_pool2d(h, 2).flatten(1))
+        logits: Tensor = self.head(avg_pool2d(h, 2).flatten(1))
+        return logits
 
 
 def main() -> None:

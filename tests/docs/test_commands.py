@@ -223,6 +223,32 @@ def test_settings_that_a_page_names_exist(page: str) -> None:
             assert f"{found[1]}.{found[2]}" in known, f"{page}: there is no setting {text}"
 
 
+WRONG = {
+    "spark-dfl run --nods 3": "--nods",
+    "spark-dfl run --preset dmo": "dmo",
+    "spark-dfl run --set learning.etta=1": "etta",
+    "spark-dfl rum": "rum",
+    "spark-dfl host --certs certs --orchestrator 10.0.0.1:7000 --set network.hots=1": "hots",
+    "spark-dfl compare --preset demo --vary momentum.mu=2": "momentum.mu",
+    "spark-dfl compare benchmarks/studies/nothing.toml": "nothing.toml",
+    "make dinner": "dinner",
+    "python benchmarks/nothing.py": "nothing.py",
+    "python benchmarks/client_round.py --fast": "--fast",
+    "curl example.org": "say in tests/docs",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_command_would_be_found(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, spark_node.UserError), match=re.escape(WRONG[command])):
+        Reader("a page", tmp_path, monkeypatch).types(command)
+
+
+def test_a_wrong_argument_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="orchestra"):
+        Reader("a page", tmp_path, monkeypatch).executes('spark_node.Peer(x, y, orchestra="10.0.0.1:7000")')
+
+
 def test_every_exception_is_still_needed() -> None:
     everything = {
         command for page in names() for block in blocks(page) if block.language == "sh" for command in commands(block)

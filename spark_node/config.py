@@ -31,6 +31,11 @@ def _choice(default: str, options: Iterable[str], text: str) -> Any:
     return field(default=default, metadata={"options": tuple(options), "help": text})
 
 
+def _choice_or(default: str, options: Iterable[str], form: str, pattern: str, text: str) -> Any:
+    """One of the options, or text that matches the pattern, which messages describe as `form`."""
+    return field(default=default, metadata={"options": tuple(options), "form": form, "pattern": pattern, "help": text})
+
+
 def _number(default: float, low: float, high: float, text: str) -> Any:
     return field(default=default, metadata={"low": low, "high": high, "help": text})
 
@@ -56,7 +61,13 @@ def _flag(default: bool, text: str) -> Any:
 class RunSettings:
     """What is run, and on what."""
 
-    algorithm: str = _choice("spark", ALGORITHMS, "the learning algorithm")
+    algorithm: str = _choice_or(
+        "spark",
+        ALGORITHMS,
+        "package.module:factory",
+        r"[\w.]+:[\w.]+",
+        "the learning algorithm; package.module:factory: one of your own (docs/api.md)",
+    )
     nodes: int = _number(20, 1, 100_000, "number of peers")
     rounds: int = _number(20, 1, 1_000_000, "communication rounds R")
     seed: int = _number(0, 0, 2**63 - 1, "the one seed of every random choice")
@@ -82,11 +93,22 @@ class RunSettings:
 class DataSettings:
     """Which samples each peer holds."""
 
-    dataset: str = _choice("digits", DATASETS, "the dataset; digits is embedded, others: spark-dfl data list")
+    dataset: str = _choice_or(
+        "digits",
+        DATASETS,
+        "file:PATH.npz",
+        r"file:[^\0]+",
+        "the dataset; digits is embedded, file:PATH.npz is your own, others: spark-dfl data list",
+    )
     folder: str = _text("", "folder of the dataset's files; empty = look in the usual places")
     partition: str = _text("iid", "iid | dirichlet:ALPHA | writer | file:PATH")
     samples_per_node: int = _number(200, 0, 10_000_000, "samples a peer draws (iid, dirichlet); 0 = an equal share")
     disjoint: bool = _flag(False, "dirichlet: no sample belongs to two peers")
+
+    @property
+    def title(self) -> str:
+        """The dataset as people and folders call it."""
+        return Path(self.dataset.removeprefix("file:")).stem if self.dataset.startswith("file:") else self.dataset
 
 
 @dataclass(frozen=True)
@@ -588,7 +610,10 @@ def _checked(key: str, value: Any, spec: "dataclasses.Field[Any]", origin: str) 
             raise refuse()
         return value
     if isinstance(default, str):
-        if not _is_text(value) or value not in meta.get("options", (value,)):
+        fits = _is_text(value) and (
+            value in meta.get("options", (value,)) or re.fullmatch(meta.get("pattern", "(?!)"), value)
+        )
+        if not fits:
             raise refuse()
         return str(value)
     numbers = value if isinstance(default, tuple) else [value]
@@ -665,7 +690,7 @@ def _type_name(spec: "dataclasses.Field[Any]") -> str:
 def _allowed(spec: "dataclasses.Field[Any]") -> str:
     default, meta = spec.default, spec.metadata
     if "options" in meta:
-        return ", ".join(meta["options"])
+        return ", ".join([*meta["options"], *([meta["form"]] if "form" in meta else [])])
     if isinstance(default, bool):
         return "true, false"
     if isinstance(default, str):

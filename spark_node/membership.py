@@ -15,6 +15,18 @@ def peer_names(count: int) -> list[str]:
     return [f"peer-{i:0{width}d}" for i in range(count)]
 
 
+def fitting(settings: TopologySettings, members: int) -> TopologySettings:
+    """The topology with the nearest degree that a graph of so many members can have."""
+    degrees = sorted(range(1, max(members, 2)), key=lambda d: (abs(d - settings.degree), -d))
+    for degree in degrees:
+        try:
+            check(settings.kind, members, degree)
+        except ConfigError:
+            continue
+        return replace(settings, degree=degree)
+    return settings
+
+
 class Membership:
     """The member list and the seed. Each round's graph follows from them, with no message to anyone."""
 
@@ -50,19 +62,8 @@ class Roster:
         self.version = version
         self._addresses.update(addresses)
         self._lists = [entry for entry in self._lists if entry[0] < from_round]
-        self._lists.append((from_round, Membership(tuple(addresses), self._seed, self._fitting(len(addresses)))))
-
-    def _fitting(self, members: int) -> TopologySettings:
-        """The run's topology, with the nearest degree that a graph of so many members can have."""
-        settings = self._topology
-        degrees = sorted(range(1, max(members, 2)), key=lambda d: (abs(d - settings.degree), -d))
-        for degree in degrees:
-            try:
-                check(settings.kind, members, degree)
-            except ConfigError:
-                continue
-            return replace(settings, degree=degree)
-        return settings
+        settings = fitting(self._topology, len(addresses))
+        self._lists.append((from_round, Membership(tuple(addresses), self._seed, settings)))
 
     def round_with(self, peer: str, k: int) -> int:
         """The first round from k on in which the peer takes part, as far as lists say; k itself where none has it."""

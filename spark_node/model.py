@@ -1,9 +1,8 @@
 """Models, their one shared initialisation, and the flat view of their parameters."""
 
 import hashlib
-import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from spark_node.config import ModelSettings
 from spark_node.errors import ConfigError
+from spark_node.plugins import named
 from spark_node.seeds import derive, stream
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -97,20 +97,40 @@ def cnn(
 
 
 def build(settings: ModelSettings, shape: Sequence[int], classes: int, seed: int) -> nn.Module:
-    """The run's model with the run's initial weights: the same on every peer. Torch's generators are left alone."""
+    """The run's model with the run's initial weights: the same on every peer."""
+    kind = settings.kind
+
+    def make() -> nn.Module:
+        if kind == "mlp":
+            return mlp(math.prod(shape), settings.hidden, classes, settings.activation)
+        if kind == "cnn":
+            return cnn(shape, settings.channels, settings.hidden, classes, settings.activation)
+        made: nn.Module = named("model.kind", kind)()
+        return made
+
+    module = from_factory(make, kind, settings, seed)
+    found = outputs(kind, module, shape)
+    if found != classes:
+        raise ConfigError(
+            f"model.kind = {kind!r}: gives outputs of shape [{found}]; "
+            f"the dataset has {classes} classes, so one logit a class is needed"
+        )
+    return module
+
+
+def from_factory(factory: Callable[[], nn.Module], kind: str, settings: ModelSettings, seed: int) -> nn.Module:
+    """The module that a factory makes under the run's seed, initialised as `model.init` says, for evaluation.
+
+    Torch's generators are left alone.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model", "init") % 2**63)
-        if settings.kind == "mlp":
-            module: nn.Module = mlp(math.prod(shape), settings.hidden, classes, settings.activation)
-        elif settings.kind == "cnn":
-            module = cnn(shape, settings.channels, settings.hidden, classes, settings.activation)
-        else:
-            module = _from_factory(settings.kind)
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model.kind = {kind!r}: returned {type(module).__name__}, not a torch.nn.Module")
     if settings.init == "kaiming":
         initialise_kaiming(module, seed)
-    module.eval()
-    _check_outputs(settings.kind, module, shape, classes)
-    return module
+    return module.eval()
 
 
 def initialise_kaiming(module: nn.Module, seed: int) -> None:
@@ -126,28 +146,15 @@ def initialise_kaiming(module: nn.Module, seed: int) -> None:
                     part.bias.zero_()
 
 
-def _from_factory(kind: str) -> nn.Module:
-    """`package.module:factory` -> its torch module."""
-    path, _, name = kind.partition(":")
-    try:
-        factory = getattr(importlib.import_module(path), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"model.kind = {kind!r}: cannot be imported ({error}); is it on PYTHONPATH?") from None
-    module = factory()
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model.kind = {kind!r}: returned {type(module).__name__}, not a torch.nn.Module")
-    return module
-
-
-def _check_outputs(kind: str, module: nn.Module, shape: Sequence[int], classes: int) -> None:
+def outputs(kind: str, module: nn.Module, shape: Sequence[int]) -> int:
+    """How many logits the model gives for inputs of that shape; ConfigError where it does not take them."""
     try:
         with torch.no_grad():
-            outputs = module(torch.zeros(2, *shape))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+            found = module(torch.zeros(2, *shape))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).partition("\n")[0]
         raise ConfigError(f"model.kind = {kind!r}: cannot take inputs of shape {list(shape)} ({reason})") from None
-    if tuple(outputs.shape) != (2, classes):
-        raise ConfigError(
-            f"model.kind = {kind!r}: gives outputs of shape {list(outputs.shape[1:])}; "
-            f"the dataset has {classes} classes, so one logit a class is needed"
-        )
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != 2:
+        shown = list(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(f"model.kind = {kind!r}: gives outputs of shape {shown}; one logit a class is needed")
+    return int(found.shape[1])

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spark_node.cli.run import add_flags, add_sources, check_device, deal, load_config
+from spark_node.cli.run import add_flags, add_sources, deal, load_config
 from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.privacy import refuse_hidden
@@ -109,6 +109,7 @@ def jobs_of(config: Config, first: int, count: int, linger: float, checkpoints: 
         raise ConfigError(f"peers {first} to {first + count - 1}: the run has peers 0 to {config.run.nodes - 1}")
 
     from spark_node import model
+    from spark_node.launch.devices import check_device
     from spark_node.launch.network import peer_jobs
 
     check_device(config.run.device)

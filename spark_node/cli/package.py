@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spark_node import config as configuration
-from spark_node.cli.run import add_flags, add_sources, check_device, load_config, reason
+from spark_node.cli.run import add_flags, add_sources, load_config, reason
 from spark_node.config import Config
 from spark_node.errors import ConfigError, UserError
 from spark_node.observe import wording
@@ -83,6 +83,7 @@ def command(args: argparse.Namespace) -> int:
     config = load_config(args)
 
     from spark_node.data.datasets import load
+    from spark_node.launch.devices import check_device
 
     check_device(config.run.device)
     dataset = load(config.data.dataset, Path(config.data.folder) if config.data.folder else None)

@@ -119,6 +119,8 @@ def command(args: argparse.Namespace) -> int:
         check_is_free(path)
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
+        from spark_node.launch.devices import check_device
+
         check_device(config.run.device)
         dataset, partition = deal(config)
         counts = label_counts(config, dataset, partition)
@@ -183,23 +185,6 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def check_device(name: str) -> None:
-    """Refuse a device that this machine or this build of torch does not have."""
-    import torch
-
-    kinds = ["cpu"]
-    kinds += [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    kinds += ["mps"] if torch.backends.mps.is_available() else []
-    try:
-        device = torch.device(name)
-        if device.type in {kind.partition(":")[0] for kind in kinds}:
-            torch.empty(1, device=device)
-            return
-    except (RuntimeError, AssertionError):
-        pass
-    raise ConfigError(f"run.device = {name!r}: not on this machine; allowed here: {', '.join(kinds)}")
-
-
 def reason(error: BaseException) -> str:
     """The first cause of a failure on one line; groups of concurrent failures are looked into."""
     while isinstance(error, BaseExceptionGroup):
@@ -240,7 +225,7 @@ def _help(setting: configuration.Setting) -> str:
 def new_folder(out: str | None, config: Config) -> Path:
     if out is not None:
         return Path(out)
-    stem = f"{config.data.dataset}-{config.run.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{config.data.title}-{config.run.algorithm.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, count = Path("runs", stem), 1
     while path.exists():
         count += 1

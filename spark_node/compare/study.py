@@ -193,8 +193,9 @@ def algorithm_axis(names: Iterable[str]) -> Axis:
     known = configuration.presets()
     values = []
     for name in names:
-        if name not in configuration.ALGORITHMS:
-            raise StudyError(f"--algorithms {name}: unknown; allowed: {', '.join(configuration.ALGORITHMS)}")
+        if name not in configuration.ALGORITHMS and ":" not in name:
+            allowed = f"{', '.join(configuration.ALGORITHMS)}, package.module:factory"
+            raise StudyError(f"--algorithms {name}: unknown; allowed: {allowed}")
         preset = name if name in known else None
         values.append(AxisValue(NAMES.get(name, name), {"run.algorithm": name}, preset))
     return Axis("algorithm", tuple(values))

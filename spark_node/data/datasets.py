@@ -9,7 +9,7 @@ import numpy as np
 
 from spark_node.data import catalogue, formats, lookup
 from spark_node.data.catalogue import Entry, File
-from spark_node.data.formats import Integers, Pixels
+from spark_node.data.formats import Inputs, Integers, Pixels
 from spark_node.data.lookup import Place, locate
 from spark_node.errors import DataError
 from spark_node.seeds import stream
@@ -24,9 +24,9 @@ NAMES = tuple(catalogue.ENTRIES)
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Images [N, *shape] of bytes, their labels and, where known, who wrote each."""
+    """Inputs [N, *shape], images of bytes or a user's own numbers; their labels and, where known, who wrote each."""
 
-    pixels: Pixels
+    pixels: Inputs
     labels: Integers
     writers: Integers | None = None
 
@@ -36,7 +36,7 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A training set and a test set. `mean` and `std` are per channel, of pixels / scale."""
+    """A training set and a test set. `mean` and `std` are per channel (or feature), of pixels / scale."""
 
     name: str
     train: Samples
@@ -46,14 +46,17 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     scale: float
+    public: bool = True
+    """Whether mean and std come from elsewhere: those of the samples tell a little of each sample."""
 
-    def standardise(self, pixels: Pixels) -> "torch.Tensor":
+    def standardise(self, pixels: Inputs) -> "torch.Tensor":
         """(pixels / scale - mean) / std per channel, as float32 [n, *shape]."""
         import torch
 
         if pixels.shape[1:] != self.shape:
             raise ValueError(f"pixels of shape {pixels.shape}, not (n, {', '.join(map(str, self.shape))})")
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        broadcast = 1, -1, *(1,) * (len(self.shape) - 1)
+        mean, std = (torch.tensor(values).view(broadcast) for values in (self.mean, self.std))
         return torch.from_numpy(pixels.astype(np.float32)).div_(self.scale).sub_(mean).div_(std)
 
 
@@ -68,7 +71,14 @@ class Check:
 
 
 def load(name: str, folder: Path | None = None, *, verify: bool = True) -> Dataset:
-    """The dataset called `name`, from `folder` or the usual places. `verify=False` is for synthetic files."""
+    """The dataset called `name`, from `folder` or the usual places; or a user's own, where that is file:PATH.npz.
+
+    `verify=False` is for synthetic files.
+    """
+    if name.startswith("file:"):
+        from spark_node.data.own import from_file
+
+        return from_file(Path(name.removeprefix("file:")).expanduser())
     entry = catalogue.entry(name)
     if entry.embedded:
         return _dataset(entry, *_read_digits())

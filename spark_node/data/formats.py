@@ -19,6 +19,7 @@ from spark_node.data.catalogue import File, owners
 from spark_node.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
+Inputs = Pixels | npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 LARGEST_FILE = 1 << 31
@@ -143,6 +144,17 @@ def _leaf_user(sample: dict[str, Any], where: str) -> tuple[Pixels, Integers]:
     if not ((np.abs(y) < 1 << 31) & (y == np.rint(y))).all():
         raise DataError(f"{where}: labels that are no whole numbers")
     return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, 28, 28), y.astype(np.int64)
+
+
+def npz_names(path: Path) -> list[str]:
+    """The names of the arrays in an .npz."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # zipfile raises a dozen kinds of errors for damaged bytes
+        raise DataError(f"{path}: not a usable .npz ({str(error) or type(error).__name__})") from error
 
 
 def read_npz(path: Path, names: tuple[str, ...], limit: int = LARGEST_FILE) -> dict[str, npt.NDArray[Any]]:

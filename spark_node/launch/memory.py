@@ -20,6 +20,7 @@ from spark_node.config import Config
 from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
 from spark_node.launch.samples import PeerSamples, peer_samples
+from spark_node.learning.algorithm import Learner
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.membership import Membership, peer_names
 from spark_node.node import Node, RoundResult, Timings
@@ -43,10 +44,16 @@ class MemoryRun:
         partition: Partition,
         checkpoints: Path | None = None,
         run_id: str = "memory",
+        *,
+        module: nn.Module | None = None,
+        learner: Learner = make_algorithm,
     ) -> None:
-        self.config = config
+        """`module`: a model with its initial weights; `learner`: who makes the algorithms."""
+        self.config, self._learner = config, learner
         device = torch.device(config.run.device)
-        self.module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed).to(device)
+        if module is None:
+            module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
+        self.module = module.to(device)
         self.network = MemoryNetwork()
         self.test_x = dataset.standardise(dataset.test.pixels).to(device)
         self.test_y = torch.from_numpy(dataset.test.labels).to(device)
@@ -70,7 +77,7 @@ class MemoryRun:
 
     def _node(self, name: str, x: Tensor, y: Tensor, classes: int) -> Node:
         timings = Timings()
-        algorithm = make_algorithm(self.config, name, copy.deepcopy(self.module), x, y, timings)
+        algorithm = self._learner(self.config, name, copy.deepcopy(self.module), x, y, timings)
         encoded = self.config.package.encoded_in_memory
         codec = PeerCodec(self._terms, name, self.config.run.seed, x.device) if encoded else None
         transport = self.network.transport(name, codec, self._compute)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection
@@ -26,6 +27,7 @@ from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.recovery import Recovery, remember_port, remembered_port
 from spark_node.launch.turns import Turns
+from spark_node.learning.algorithm import Learner
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.messages import Weights
 from spark_node.membership import Roster
@@ -68,6 +70,8 @@ class PeerJob:
     """Seconds to go on answering after the last round; None: until SIGTERM."""
     checkpoints: Path | None = None
     """The folder of this peer's checkpoints; None: it keeps none."""
+    learner: Learner = make_algorithm
+    """Who makes its algorithm."""
 
 
 class Progress:
@@ -232,9 +236,9 @@ class Service:
 
 
 class PeerProcess:
-    """Everything between the fork and the exit of one peer."""
+    """Everything between the start and the end of one peer."""
 
-    def __init__(self, job: PeerJob, turns: Turns | None, order: Path | None = None) -> None:
+    def __init__(self, job: PeerJob, turns: Turns | None = None, order: Path | None = None) -> None:
         self._job, self._turns, self._order = job, turns, order
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
@@ -246,11 +250,23 @@ class PeerProcess:
         self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._reported: dict[str, Counter[Any]] = {}
         self._stop = asyncio.Event()
+        self._leaves = False
+
+    @property
+    def progress(self) -> "Progress":
+        """Where the peer stands, for whoever has it in this process."""
+        return self._progress
+
+    def leave(self) -> None:
+        """End what is going on, and say goodbye to the orchestrator; called in the peer's event loop."""
+        self._leaves = True
+        self._stop.set()
 
     async def run(self) -> None:
-        """Serve, join, train, linger, leave. SIGTERM ends any of it cleanly."""
+        """Serve, join, train, linger, leave. SIGTERM ends any of it cleanly, where the process is the peer's own."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        if threading.current_thread() is threading.main_thread():
+            loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         server, port = await self._serve()
         work = loop.create_task(self._work(port))
         stop = loop.create_task(self._stop.wait())
@@ -324,6 +340,8 @@ class PeerProcess:
                 await line.leave()
             finally:
                 keep.cancel()
+                if self._leaves:
+                    await line.leave()
                 await transport.close()
         finally:
             await line.close()
@@ -348,7 +366,7 @@ class PeerProcess:
         transport.on_newer_members = line.hurry
         self._metrics.cut_off = lambda: transport.guard.cut_off(transport.mailbox.round)
         self._service.terms, self._service.transport = terms, transport
-        algorithm = make_algorithm(config, job.name, job.module, job.inputs, job.labels, self._timings)
+        algorithm = job.learner(config, job.name, job.module, job.inputs, job.labels, self._timings)
         transport.stages = algorithm.stages
         node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
         recovery = Recovery(node, codec, transport, line, store, config.checkpoint, self._compute, classes=job.classes)
@@ -405,7 +423,7 @@ class PeerProcess:
             used=result.used,
             seconds=seconds,
             stage_seconds=result.seconds,
-            facts=result.facts,
+            facts=result.facts | ({} if self._metrics.accuracy is None else {"accuracy": self._metrics.accuracy}),
             bytes=edges,
             refused=self._since("refused"),
             finished=time.time(),

@@ -18,7 +18,7 @@ from spark_node.checkpoint import write_durably
 from spark_node.config import Config, PrivacySettings
 from spark_node.data.datasets import Dataset
 from spark_node.data.formats import Integers
-from spark_node.errors import UserError
+from spark_node.errors import DataError, UserError
 from spark_node.privacy import privatise, randomness
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ def peer_samples(
     y = torch.from_numpy(dataset.train.labels[indices])
     if settings.noise == 0 and settings.label_epsilon == 0:
         return PeerSamples(x.to(device), y.to(device))
+    if settings.noise and not dataset.public:
+        said = f"privacy.noise = {settings.noise}: its (epsilon, delta) needs a mean and a std that were not computed"
+        raise DataError(f"{said} from the samples of {dataset.name}; put arrays `mean` and `std` into the file")
     if settings.noise_seed >= 0:
         _warn_of_seeded_noise()
     path = None if folder is None else folder / KEPT

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from spark_node.config import Config
 from spark_node.learning.messages import Message
 
 Stopwatch = Callable[[str], AbstractContextManager[object]]
@@ -50,3 +51,14 @@ class Algorithm(Protocol):
 
     def facts(self) -> dict[str, float]:
         """Figures of the finished round for logs and metrics: loss, t_star, eta, ..."""
+
+
+class Learner(Protocol):
+    """Makes one peer's algorithm: a class whose constructor takes these, or a function. `run.algorithm` may name one.
+
+    The module has the weights that all peers start from; inputs and labels are the peer's own samples.
+    """
+
+    def __call__(
+        self, config: Config, peer: str, module: nn.Module, inputs: Tensor, labels: Tensor, stopwatch: Stopwatch, /
+    ) -> Algorithm: ...

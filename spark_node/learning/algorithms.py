@@ -7,7 +7,8 @@ from dataclasses import asdict
 from torch import Tensor, nn
 
 from spark_node.config import Config
-from spark_node.learning.algorithm import Algorithm, Stopwatch, no_stopwatch
+from spark_node.errors import ConfigError
+from spark_node.learning.algorithm import Algorithm, Learner, Stopwatch, no_stopwatch
 from spark_node.learning.gossip_sgd import GossipSgd
 from spark_node.learning.jacobian import Form
 from spark_node.learning.spark import Spark, without_acceleration
@@ -15,6 +16,7 @@ from spark_node.model import ParameterLayout
 from spark_node.package import planner
 from spark_node.package.format import Terms
 from spark_node.package.projection import Projection, ProjectionSpec
+from spark_node.plugins import named
 from spark_node.privacy import sketch_seed
 
 
@@ -27,6 +29,8 @@ def make_algorithm(
     stopwatch: Stopwatch = no_stopwatch,
 ) -> Algorithm:
     """The learner of one peer as run.algorithm names it."""
+    if ":" in config.run.algorithm:
+        return own_algorithm(config, peer, module, inputs, labels, stopwatch)
     if config.run.algorithm not in ("spark", "ntk-dfl"):
         return GossipSgd(config, peer, module, inputs, labels, stopwatch)
     settings, form = config.package, config.learning.jacobian
@@ -35,6 +39,28 @@ def make_algorithm(
     if config.run.algorithm == "ntk-dfl":
         config = without_acceleration(config)
     return Spark(config, peer, module, inputs, labels, stopwatch, projection=projection, form=wire_form)
+
+
+def own_algorithm(
+    config: Config, peer: str, module: nn.Module, inputs: Tensor, labels: Tensor, stopwatch: Stopwatch
+) -> Algorithm:
+    """What the user's own factory makes, if it is an algorithm."""
+    name = config.run.algorithm
+    learner: Learner = named("run.algorithm", name)
+    made = learner(config, peer, module, inputs, labels, stopwatch)
+    check_algorithm(name, made)
+    return made
+
+
+def check_algorithm(name: str, made: object) -> None:
+    """Whether it has all that a peer will ask of it."""
+    missing = [part for part in _PARTS if not hasattr(made, part)]
+    if missing:
+        what = type(made).__name__
+        raise ConfigError(f"run.algorithm = {name!r}: {what} has no {', '.join(missing)}; see spark_node.Algorithm")
+
+
+_PARTS = sorted(part for part in vars(Algorithm) if not part.startswith("_"))
 
 
 def make_projection(config: Config, layout: ParameterLayout) -> Projection:

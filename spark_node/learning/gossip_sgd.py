@@ -5,85 +5,34 @@ sharpness. All peers start from one model, so this is "train locally, then avera
 after local training is what is evaluated and sent next, as in every other algorithm here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from spark_node.config import Config, LocalSettings
+from spark_node.config import LocalSettings
 from spark_node.learning import schedules
-from spark_node.learning.algorithm import Stopwatch, no_stopwatch
-from spark_node.learning.messages import Message, Weights
-from spark_node.learning.robust import average
-from spark_node.learning.state import taken_up
-from spark_node.model import ParameterLayout, flatten
+from spark_node.learning.gossip import Gossip
+from spark_node.model import ParameterLayout
 from spark_node.seeds import stream
 
 
-class GossipSgd:
-    """One peer: its samples and its weights. The module stays in evaluation mode, as where SPARK linearises it."""
+class GossipSgd(Gossip):
+    """Local training by gradient steps; momentum begins anew in every round."""
 
-    def __init__(
-        self,
-        config: Config,
-        peer: str,
-        module: nn.Module,
-        inputs: Tensor,
-        labels: Tensor,
-        stopwatch: Stopwatch = no_stopwatch,
-    ) -> None:
-        self.config, self.peer, self.module = config, peer, module.to(inputs.device)
-        self.inputs, self.labels = inputs, labels
-        self.layout = ParameterLayout.of(module)
-        self.w = flatten(module).to(inputs)
-        self._stopwatch = stopwatch
-        self._facts: dict[str, float] = {}
-
-    @property
-    def stages(self) -> Sequence[str]:
-        return ("weights",)
-
-    @property
-    def weights(self) -> Tensor:
-        return self.w
-
-    @property
-    def package_parameters(self) -> int:
-        return self.layout.size
-
-    def facts(self) -> dict[str, float]:
-        return self._facts
-
-    def state(self) -> dict[str, Tensor]:
-        return {"w": self.w}  # momentum begins anew in every round
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.w = taken_up(state, self.w)["w"].clone()
-
-    def outgoing(self, stage: str, k: int, neighbours: Sequence[str]) -> dict[str, Message]:
-        return dict.fromkeys(neighbours, Weights(self.w))
-
-    def incorporate(self, stage: str, k: int, arrived: Mapping[str, Message]) -> None:
-        others = {peer: m.w for peer, m in arrived.items() if isinstance(m, Weights)}
-        # A new tensor: neighbours may still hold the one that was sent.
-        self.w = average({**others, self.peer: self.w}, self.peer, self.config.robust)
-        with self._stopwatch("local training"):
-            self._train(k)
-
-    def _train(self, k: int) -> None:
+    def train(self, k: int) -> dict[str, float]:
         """All epochs of round k, in place. Facts: the learning rate, and the mean loss met in the last epoch."""
         settings, samples = self.config.local, len(self.labels)
         eta = schedules.local_learning_rate(settings, k)
-        self._facts = {"eta": eta}
         if not samples:
-            return
+            return {"eta": eta}
         descent = Descent(self.module, self.w, settings, eta)
         for batches in self._epochs(k):
             losses = [descent.step(x, y) for x, y in batches]
         descent.finish()
         met = zip(torch.stack(losses).tolist(), batches, strict=True)
-        self._facts["loss"] = sum(loss * len(y) for loss, (_, y) in met) / samples
+        return {"eta": eta, "loss": sum(loss * len(y) for loss, (_, y) in met) / samples}
 
     def _epochs(self, k: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """The batches of each epoch, in an order of their own; the last batch is smaller where they do not divide."""

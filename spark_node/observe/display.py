@@ -15,6 +15,7 @@ from typing import Protocol, Self, TextIO
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -221,7 +222,7 @@ class LiveDisplay:
         )
         if info.privacy is not None:
             lines.append(f"\nprivacy: {info.privacy.in_words()}", style="dim")
-        title = f"[bold cyan]{wording.algorithm(config)}[/] on [bold]{config.data.dataset}[/]"
+        title = f"[bold cyan]{wording.algorithm(config)}[/] on [bold]{escape(config.data.title)}[/]"
         title += Text(f" ({config.data.partition})").markup
         return Panel(lines, title=title, title_align="left", border_style="cyan", padding=(0, 1))
 

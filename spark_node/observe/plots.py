@@ -279,7 +279,7 @@ def _mark_targets(axes: Axes, runs: Sequence[tuple[Run, float | None]]) -> None:
             fillstyle="none",
             zorder=5,
         )
-    if len(runs) == 1:
+    if len(runs) == 1 and runs[0][0].target > 0:
         axes.set_title(wording.headline(runs[0][0]), loc="right", fontsize=11, color=FAINT, pad=12)
 
 

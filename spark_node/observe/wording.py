@@ -59,12 +59,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def algorithm(config: Config) -> str:
-    return NAMES.get(config.run.algorithm, config.run.algorithm)
+    return NAMES.get(config.run.algorithm, config.run.algorithm.rpartition(":")[2])
 
 
 def task(config: Config) -> str:
     """What is run, in a phrase."""
-    return f"{algorithm(config)} on {config.data.dataset} ({config.data.partition})"
+    return f"{algorithm(config)} on {config.data.title} ({config.data.partition})"
 
 
 def network(config: Config, peers: int) -> str:

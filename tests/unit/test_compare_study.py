@@ -222,3 +222,9 @@ def test_the_baselines_of_a_study_train_as_published() -> None:
     assert by_label["D-PSGD"]["local"]["batch_size"] == 10
     assert by_label["NTK-DFL"]["learning"]["eta_decay"] == 0.07
     assert {settings["run"]["nodes"] for settings in by_label.values()} == {300}
+
+
+def test_an_algorithm_of_ones_own_is_compared_like_any_other() -> None:
+    study = ad_hoc([algorithm_axis(["spark", "my_package.mine:Proximal"])], [0], "demo")
+    algorithms = [cell.config.run.algorithm for cell in study.cells({})]
+    assert algorithms == ["spark", "my_package.mine:Proximal"]

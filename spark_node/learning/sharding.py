@@ -218,4 +218,3 @@ class ShardedTrace:
 
 
 SHARDED: dict[str, type[ShardedFull] | type[ShardedTrace]] = {"full": ShardedFull, "trace": ShardedTrace}
-

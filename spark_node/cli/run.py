@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_node import config as configuration
 from spark_node.config import Config
+from spark_node.distributed.place import Place, device_of, place_of
 from spark_node.errors import ConfigError, UserError
 from spark_node.privacy import refuse_hidden
 
@@ -105,20 +106,27 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.observe import display
     from spark_node.observe.run_folder import RunFolder, check_is_free
 
+    place = place_of()
+    if place is not None and place.rank > 0:
+        return _follow(args, place)
     resumed = _to_resume(args)
     config = load_config(args) if resumed is None else _with_secret(resumed.config)
     refuse_hidden(config.privacy.sketch_secret)
+    if place is not None:
+        from spark_node.distributed.spread import check_spread
+
+        check_spread(config, place)
     path = _new_folder(args.out, config) if resumed is None else resumed.path
     if resumed is None:
         check_is_free(path)
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
-        check_device(config.run.device)
+        check_device(config.run.device if place is None else device_of(config.run.device, place))
         dataset, partition = deal(config)
         counts = [] if config.privacy.label_epsilon else _label_counts(dataset, partition)
         command_line = shlex.join(["spark-dfl", *configuration.without_secret_arguments(args.argv)])
         folder = RunFolder(path, config, command=command_line, label_counts=counts, resumed=resumed)
-        status, failure = _train(config, dataset, partition, folder, shown)
+        status, failure = _train(config, dataset, partition, folder, shown, place)
         shown.note("Writing the report")
         run = folder.finish(status)
         report = None if args.no_report else _write_report(run)
@@ -261,8 +269,35 @@ def _label_counts(dataset: "Dataset", partition: "Partition") -> list[list[int]]
     return [np.bincount(labels[own], minlength=dataset.classes).tolist() for own in partition.indices]
 
 
+def _follow(args: argparse.Namespace, place: Place) -> int:
+    """Every other rank of a run under torchrun: train this rank's peers; rank 0 shows and writes."""
+    from spark_node.distributed.spread import check_spread, run_spread
+    from spark_node.observe.run_folder import CONFIG
+
+    file = Path(args.resume, CONFIG) if args.resume else None
+    config = load_config(args) if file is None else _with_secret(configuration.load(file=file, environment={}))
+    check_spread(config, place)
+    check_device(device_of(config.run.device, place))
+    dataset, partition = deal(config)
+    try:
+        run_spread(config, dataset, partition, place)
+    except KeyboardInterrupt:
+        return EXIT_CODES["interrupted"]
+    except UserError:
+        raise
+    except Exception as error:
+        _complain(f"rank {place.rank}: {reason(error)}")
+        return EXIT_CODES["failed"]
+    return EXIT_CODES["complete"]
+
+
 def _train(
-    config: Config, dataset: "Dataset", partition: "Partition", folder: "RunFolder", shown: "Display"
+    config: Config,
+    dataset: "Dataset",
+    partition: "Partition",
+    folder: "RunFolder",
+    shown: "Display",
+    place: Place | None = None,
 ) -> tuple[str, Exception | None]:
     """How the run ended, and why if it failed; an error from before its start is raised as it is."""
     from spark_node.checkpoint import keep_newest
@@ -271,7 +306,12 @@ def _train(
 
     watchers = Together(folder, shown)
     try:
-        if config.run.transport == "memory":
+        if place is not None:
+            from spark_node.distributed.spread import run_spread
+
+            kept = folder.path, folder.run_id, folder.recorded
+            run_spread(config, dataset, partition, place, watchers, *kept)
+        elif config.run.transport == "memory":
             from spark_node.launch.memory import run_in_memory
 
             run_in_memory(config, dataset, partition, watchers, folder.path, folder.run_id, folder.recorded)

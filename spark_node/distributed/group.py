@@ -25,13 +25,13 @@ class RankLost(Exception):
 
 
 @contextmanager
-def _together(timeout: float) -> Iterator[None]:
+def _together(timeout: float, who: str = "another rank") -> Iterator[None]:
     """Around everything that needs the other ranks."""
     try:
         yield
     except RuntimeError as error:  # of gloo, NCCL and the store, as torch raises them
         said = " ".join(str(error).split("\n")[0].split())[:200]
-        raise RankLost(f"another rank is gone, or has not answered for {timeout:g} s ({said})") from None
+        raise RankLost(f"{who} is gone, or has not answered for {timeout:g} s ({said})") from None
 
 
 class Group:
@@ -66,7 +66,7 @@ class Group:
         device = device or self.device
         table, buffer = to_bytes(tensors, device)
         text = torch.frombuffer(bytearray(json.dumps([said, table]).encode()), dtype=torch.uint8)
-        with _together(self.timeout):
+        with _together(self.timeout, f"rank {rank}"):
             dist.send(torch.tensor([len(text), len(buffer)]), rank)
             dist.send(text, rank)
             if len(buffer):
@@ -75,7 +75,7 @@ class Group:
     def receive(self, rank: int, device: torch.device | None = None) -> tuple[Said, list[Tensor]]:
         """What a rank sends to this one next."""
         sizes = torch.zeros(2, dtype=torch.int64)
-        with _together(self.timeout):
+        with _together(self.timeout, f"rank {rank}"):
             dist.recv(sizes, rank)
             said_bytes, buffer_bytes = map(int, sizes)
             if not 0 < said_bytes <= MOST_SAID or not 0 <= buffer_bytes <= MOST_BYTES:

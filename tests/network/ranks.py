@@ -2,16 +2,22 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spark_node.data import datasets, partitions
 from spark_node.distributed.group import Group, joined
 from spark_node.distributed.place import place_of
 from spark_node.distributed.sharded import leading, serve
+from spark_node.distributed.spread import SpreadRun
+from spark_node.launch.memory import MemoryRun
 from spark_node.learning.evolution import evolve
 from spark_node.learning.kernel import KERNELS
+from spark_node.observe.records import RoundRecord
+from tests.network.harness import Log, small
 from tests.unit.networks import CLASSES, neighbourhood
 
 CASES = [
@@ -67,15 +73,71 @@ def kernels(group: Group) -> list[dict[str, Any]]:
     return rows
 
 
+RUNS: dict[str, dict[str, Any]] = {
+    "receiver": {},
+    "sender, full kernel, cnn": {
+        "learning__linearize_at": "sender",
+        "learning__kernel": "full",
+        "model__kind": "cnn",
+        "model__channels": [3],
+        "model__hidden": [8],
+    },
+    "dfedavg": {"run__algorithm": "dfedavg", "local__epochs": 2},
+    "encoded": {"package__bits": 6, "package__weights": "int8", "package__factor_cache_bytes": 0},
+    "cluster, averaged velocities": {"topology__kind": "cluster", "momentum__average_velocity": True},
+    "until its target": {"run__until_target": True, "run__target_accuracy": 0.3, "run__rounds": 6},
+}
+
+
+def spread(group: Group) -> list[dict[str, Any]]:
+    """Memory runs over all ranks, and on rank 0 the same in one process."""
+    rows = []
+    for name, changes in RUNS.items():
+        config = small(**{"run__transport": "memory", "run__nodes": 9, "topology__degree": 4, **changes})
+        dataset = datasets.load("digits")
+        dealt = partitions.partition("iid", dataset, config.run.nodes, samples_per_node=40, seed=0)
+        run, log = SpreadRun(config, dataset, dealt, group), Log()
+        run.run(log)
+        own = torch.stack([node.algorithm.weights for node in run.nodes])
+        if group.rank > 0:
+            group.send(0, {}, [own])
+            continue
+        models = torch.cat([own, *(group.receive(rank)[1][0] for rank in range(1, group.size))])
+        alone, alone_log = MemoryRun(config, dataset, dealt), Log()
+        alone.run(alone_log)
+        expected = torch.stack([node.algorithm.weights for node in alone.nodes])
+        rows.append(
+            {
+                "case": name,
+                "peers": [len(run.nodes), len(models)],
+                "same_weights": torch.equal(models, expected),
+                "moved": float((expected - expected.mean(0)).norm()),
+                "records": [figures(record) for record in log.records],
+                "expected": [figures(record) for record in alone_log.records],
+            }
+        )
+    return rows
+
+
+def figures(record: RoundRecord) -> dict[str, Any]:
+    """Everything but times."""
+    return {**asdict(record), "seconds": sorted(record.seconds)}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     place = place_of()
     assert place is not None
-    with joined(place, "cpu", 60.0) as group:
-        if place.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(kernels(group)))
+    what, out = sys.argv[1:]
+    with joined(place, "cpu", 300.0) as group:
+        if what == "spread":
+            rows = spread(group)
+        elif place.rank == 0:
+            rows = kernels(group)
         else:
             serve(group)
+    if place.rank == 0:
+        Path(out).write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,10 @@ class SpreadNetwork(MemoryNetwork):
         self._posted: dict[tuple[int, str], Message] = {}
         self._read: dict[str, Message] = {}
         self._answers: dict[tuple[str, str, str, int], asyncio.Future[bool]] = {}
+        self._taking: set[asyncio.Task[None]] = set()
         self.links: Links | None = None
         self.compute: Compute | None = None
+        self.failed: Callable[[Exception], None] = lambda error: None
 
     async def deliver(self, peer: str, sender: str, stage: str, k: int, message: Message) -> None:
         rank = self._rank_of[peer]
@@ -86,18 +88,21 @@ class SpreadNetwork(MemoryNetwork):
             return await super().deliver_bytes(peer, sender, stage, k, data, compute)
         assert self.links is not None
         key = (peer, sender, stage, k)
-        self._answers[key] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._answers[key] = answer
         coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.links.post(rank, {"to": list(key), "coded": True}, [coded])
-        return await self._answers.pop(key)
+        return await answer
 
     def arrived(self, rank: int, said: Said, tensors: list[Tensor]) -> None:
         """A message of another rank; called in the event loop."""
         peer, sender, stage, k = said["to"]
         if "taken" in said:
-            self._answers[peer, sender, stage, k].set_result(said["taken"])
+            self._answers.pop((peer, sender, stage, k)).set_result(said["taken"])
         elif "coded" in said:
-            asyncio.get_running_loop().create_task(self._take(rank, (peer, sender, stage, k), tensors[0]))
+            task = asyncio.get_running_loop().create_task(self._take(rank, (peer, sender, stage, k), tensors[0]))
+            self._taking.add(task)
+            task.add_done_callback(self._taken)
         else:
             if "message" in said:
                 self._read[sender] = read_message(said["message"], [t.to(self._device) for t in tensors])
@@ -109,6 +114,12 @@ class SpreadNetwork(MemoryNetwork):
         peer, sender, stage, k = key
         taken = await super().deliver_bytes(peer, sender, stage, k, coded.numpy().tobytes(), self.compute)
         self.links.post(rank, {"to": list(key), "taken": taken})
+
+    def _taken(self, task: "asyncio.Task[None]") -> None:
+        self._taking.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self.failed(error)
 
     def forget(self) -> None:
         """Between rounds: nothing of this one is sent or read again."""
@@ -132,7 +143,7 @@ class SpreadRun(MemoryRun):
     ) -> None:
         network = SpreadNetwork(config, group)
         super().__init__(config, dataset, partition, checkpoints, run_id, own=network.own, network=network)
-        network.compute = self._compute
+        network.compute, network.failed = self._compute, self._end
         self._group, self._stop = group, _Stop()
         self._mail: dict[tuple[str, int, int], asyncio.Future[tuple[Said, list[Tensor]]]] = {}
         self._watcher: Watcher = Unwatched()
@@ -191,6 +202,12 @@ class SpreadRun(MemoryRun):
             self._ended.set_exception(error)
 
     def _arrived(self, rank: int, said: Said, tensors: list[Tensor]) -> None:
+        try:
+            self._read(rank, said, tensors)
+        except Exception as error:  # nobody else would hear of it, and all would wait
+            self._end(error)
+
+    def _read(self, rank: int, said: Said, tensors: list[Tensor]) -> None:
         if "to" in said:
             self.network.arrived(rank, said, tensors)
         elif "mail" in said:

@@ -42,7 +42,12 @@ def over(ranks: int, *words: str, cwd: Path) -> "subprocess.Popen[str]":
 
 def finished(process: "subprocess.Popen[str]", seconds: float = 240.0) -> str:
     """What a command that must go well said."""
-    out, said = process.communicate(timeout=seconds)
+    try:
+        out, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+        pytest.fail(f"not done after {seconds:g} s: {said}")
     assert process.returncode == 0, said
     return out
 

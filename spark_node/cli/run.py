@@ -67,6 +67,8 @@ examples:
   spark-dfl run --config runs/wide/config.toml          the same run again
   spark-dfl run --resume runs/wide                      go on after a crash, a kill or Ctrl-C
   spark-dfl run --preset demo --quiet --json            only the summary, as JSON, on stdout
+  torchrun --nproc-per-node 4 -m spark_node run --transport memory --device cuda --preset paper
+                                                        the peers spread over four GPUs (docs/operations.md)
 
 exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted (finished rounds are kept)"""
 

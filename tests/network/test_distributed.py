@@ -19,10 +19,11 @@ from tests.network.test_commands import SPARK, alive, children_of, environment, 
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
-    "--nodes", "6", "--rounds", "3", "--degree", "3", "--transport", "memory", "--quiet", "--no-report",
+    "--nodes", "6", "--degree", "3", "--transport", "memory", "--quiet", "--no-report",
     "--set", "model.hidden=[16]", "--set", "data.samples_per_node=40", "--set", "learning.timesteps=[100,200]",
 ]  # fmt: skip
-ENDLESS = ["--set", "run.rounds=100000", "--set", "run.rank_timeout=20"]
+THREE = [*QUICK, "--rounds", "3"]
+ENDLESS = [*QUICK, "--rounds", "100000", "--set", "run.rank_timeout=20"]
 
 
 def over(ranks: int, *words: str, cwd: Path) -> "subprocess.Popen[str]":
@@ -89,10 +90,10 @@ def test_a_spread_run_is_that_of_one_process_bit_for_bit(ranks: int, tmp_path: P
     assert len(rows[-1]["records"]) < 6  # rank 0 told the others that the target was reached
 
 
-def test_run_under_torchrun_writes_the_folder_of_one_process_and_resumes(tmp_path: Path) -> None:
-    alone = subprocess.run([*SPARK, "run", *QUICK, "--out", "alone"], cwd=tmp_path, env=environment(), check=False)
+def test_run_under_torchrun_writes_the_folder_of_one_process(tmp_path: Path) -> None:
+    alone = subprocess.run([*SPARK, "run", *THREE, "--out", "alone"], cwd=tmp_path, env=environment(), check=False)
     assert alone.returncode == 0
-    spread = over(3, "run", *QUICK, "--out", "spread", "--set", "checkpoint.keep=1", cwd=tmp_path)
+    spread = over(3, "run", *THREE, "--out", "spread", "--set", "checkpoint.keep=1", cwd=tmp_path)
     finished(spread)
     assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "spread")
     kept = {path.parent.name: path for path in (tmp_path / "spread" / "checkpoints").rglob("*.safetensors")}
@@ -108,14 +109,19 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
-def wait_for_rounds(folder: Path, count: int) -> None:
+def wait_for_rounds(run: "subprocess.Popen[str]", folder: Path, count: int) -> None:
     rows = folder / "rounds.jsonl"
-    wait_for(lambda: rows.exists() and rows.read_text().count("\n") >= count, 120)
+
+    def there() -> bool:
+        assert run.poll() is None, run.communicate()[1]
+        return rows.exists() and rows.read_text().count("\n") >= count
+
+    wait_for(there, 120)
 
 
 def test_an_interrupted_spread_run_keeps_its_rounds_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    run = over(2, "run", *QUICK, *ENDLESS, "--out", "run", cwd=tmp_path)
-    wait_for_rounds(tmp_path / "run", 3)
+    run = over(2, "run", *ENDLESS, "--out", "run", cwd=tmp_path)
+    wait_for_rounds(run, tmp_path / "run", 3)
     below = children_of(run.pid)
     assert len(ranks_of(run.pid)) == 2
     run.send_signal(signal.SIGINT)
@@ -127,7 +133,7 @@ def test_an_interrupted_spread_run_keeps_its_rounds_and_goes_on_where_it_was(tmp
     assert "RankLost" not in said
     before = rows_of(tmp_path / "run")
     again = over(2, "run", "--resume", "run", "--quiet", "--no-report", cwd=tmp_path)
-    wait_for_rounds(tmp_path / "run", len(before) + 3)
+    wait_for_rounds(again, tmp_path / "run", len(before) + 3)
     again.terminate()
     again.communicate(timeout=60)
     rows = rows_of(tmp_path / "run")
@@ -136,8 +142,8 @@ def test_an_interrupted_spread_run_keeps_its_rounds_and_goes_on_where_it_was(tmp
 
 
 def test_a_killed_rank_ends_a_spread_run_with_one_clear_line(tmp_path: Path) -> None:
-    run = over(2, "run", *QUICK, *ENDLESS, "--out", "run", cwd=tmp_path)
-    wait_for_rounds(tmp_path / "run", 1)
+    run = over(2, "run", *ENDLESS, "--out", "run", cwd=tmp_path)
+    wait_for_rounds(run, tmp_path / "run", 1)
     below = children_of(run.pid)
     os.kill(ranks_of(run.pid)[1], signal.SIGKILL)
     _, said = run.communicate(timeout=120)
@@ -145,6 +151,18 @@ def test_a_killed_rank_ends_a_spread_run_with_one_clear_line(tmp_path: Path) -> 
     assert re.search(r"spark-dfl: error: the run failed: .*rank 1 is gone", said), said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     wait_for(lambda: not alive(below), 20)
+
+
+def test_a_comparison_under_torchrun_spreads_each_of_its_runs(tmp_path: Path) -> None:
+    words = [word for word in QUICK if word not in ("--quiet", "--no-report")]
+    grid = ["--algorithms", "spark,dfedavg", "--seeds", "1", "--rounds", "2", "--set", "local.epochs=1", "--quiet"]
+    finished(over(2, "compare", *words, *grid, "--out", "out", cwd=tmp_path))
+    cells = sorted((tmp_path / "out" / "cells").iterdir())
+    assert len(cells) == 2
+    config = ["--config", str(tmp_path / "out" / "configs" / f"{cells[1].name}.toml"), "--no-report"]
+    alone = [*SPARK, "run", *config, "--out", "alone"]
+    subprocess.run(alone, cwd=tmp_path, env=environment(), check=True, stderr=subprocess.DEVNULL)
+    assert rows_of(cells[1]) == rows_of(tmp_path / "alone")
 
 
 def test_what_cannot_be_spread_is_refused_in_one_line(tmp_path: Path) -> None:

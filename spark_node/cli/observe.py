@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spark_node.cli.host import joining_config
-from spark_node.cli.orchestrator import port
 from spark_node.cli.run import (
+    add_dashboard,
     add_flags,
     add_output,
     add_sources,
@@ -19,6 +19,8 @@ from spark_node.cli.run import (
     label_counts,
     log_failure,
     new_folder,
+    open_page,
+    port,
     write_report,
 )
 from spark_node.config import Config, without_sketch_secret
@@ -27,6 +29,7 @@ from spark_node.errors import UserError
 if TYPE_CHECKING:
     from spark_node.data.datasets import Dataset
     from spark_node.data.partitions import Partition
+    from spark_node.launch.observation import LivePage
     from spark_node.observe.display import Display
     from spark_node.observe.history import Run
     from spark_node.observe.records import Watcher
@@ -71,6 +74,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
     metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
     service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
+    add_dashboard(parser)
     parser.set_defaults(func=command)
 
 
@@ -86,6 +90,7 @@ class _Session:
     command: str
     patience: float
     metrics_port: int | None
+    page: "LivePage | None"
     folder: "RunFolder | None" = field(default=None)
     complete: "Run | None" = field(default=None)
 
@@ -97,9 +102,10 @@ def command(args: argparse.Namespace) -> int:
         config = config.replace(network__host=args.host)
     from spark_node.observe import display
 
+    page = open_page(args)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         path, line = new_folder(args.out, config), command_line(args)
-        session = _Session(config, path, *deal(config), shown, line, args.wait, args.metrics_port)
+        session = _Session(config, path, *deal(config), shown, line, args.wait, args.metrics_port, page)
         status, failure = _run(session)
         if session.complete is not None:
             return _again(args, session.complete, shown)
@@ -138,7 +144,7 @@ async def _follow(session: _Session) -> None:
 
     from spark_node import model
     from spark_node.launch.logs import log_to
-    from spark_node.launch.observation import describe, make_observer
+    from spark_node.launch.observation import describe, observe
     from spark_node.observe.observer import ask_run
     from spark_node.observe.run_folder import RunFolder, load_observed
     from spark_node.observe.watchers import Together
@@ -163,12 +169,12 @@ async def _follow(session: _Session) -> None:
     if session.metrics_port is not None:
         watchers.append(_serve_metrics(session, run_id, before))
     module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
-    watcher = Together(*watchers)
-    watcher.started(describe(config, dataset, partition, module))
+    watcher, info = Together(*watchers), describe(config, dataset, partition, module)
+    watcher.started(info)
     log_to(session.path / "logs" / "observer.log", config.network.log, "observer", alone=False)
     session.shown.note("")
     recorded = before.rounds if before is not None else ()
-    await make_observer(config, orchestrator, dataset, module, watcher, recorded).follow()
+    await observe(config, orchestrator, dataset, module, info, watcher, recorded=recorded, page=session.page)
 
 
 def _serve_metrics(session: _Session, run_id: str, before: "Run | None") -> "Watcher":

@@ -19,12 +19,15 @@ from spark_node.privacy import refuse_hidden
 if TYPE_CHECKING:
     from spark_node.data.datasets import Dataset
     from spark_node.data.partitions import Partition
+    from spark_node.launch.observation import LivePage
     from spark_node.observe.display import Display
     from spark_node.observe.history import Run
     from spark_node.observe.run_folder import RunFolder
 
 EXIT_CODES = {"complete": 0, "failed": 1, "interrupted": 130}
 ERROR_LOG = "error.log"
+ANY_PORT = -1
+"""--dashboard without a port: the usual one, or where that is taken, a free one."""
 
 _GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "the network": {
@@ -88,7 +91,38 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     for title, flags in _GROUPS.items():
         add_flags(parser, title, flags)
     add_output(parser)
+    add_dashboard(parser)
     parser.set_defaults(func=command)
+
+
+def add_dashboard(parser: argparse.ArgumentParser) -> None:
+    """The live page, for any command that follows a run."""
+    group = parser.add_argument_group("the live page")
+    where = "serve a live page of the run to browsers on this machine (default port: 7420; 0 = a free one)"
+    group.add_argument("--dashboard", metavar="PORT", nargs="?", type=port, const=ANY_PORT, help=where)
+    host = "serve it there instead of on the loopback; everyone who can connect can look"
+    group.add_argument("--dashboard-host", metavar="HOST", default="127.0.0.1", help=host)
+
+
+def open_page(args: argparse.Namespace) -> "LivePage | None":
+    """The socket of the live page, where one is asked for; says where it is."""
+    if args.dashboard is None:
+        return None
+    from spark_node.launch.observation import LivePage
+    from spark_node.observe import dashboard
+
+    listener = dashboard.bind(args.dashboard_host, None if args.dashboard == ANY_PORT else args.dashboard)
+    for line in (dashboard.warning(args.dashboard_host), f"live page: {dashboard.address(listener)}"):
+        if line:
+            print(f"spark-dfl: {line}", file=sys.stderr, flush=True)
+    return LivePage(listener, args.dashboard_host)
+
+
+def port(text: str) -> int:
+    """A port as it is given on the command line."""
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 (a free one) to 65535")
+    return int(text)
 
 
 def add_output(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
@@ -118,12 +152,15 @@ def command(args: argparse.Namespace) -> int:
     if resumed is None:
         check_is_free(path)
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
+    if args.dashboard is not None and config.run.transport == "memory":
+        raise ConfigError("--dashboard shows peers that are processes; leave it out, or --transport memory")
+    page = open_page(args)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         check_device(config.run.device)
         dataset, partition = deal(config)
         counts = label_counts(config, dataset, partition)
         folder = RunFolder(path, config, command=command_line(args), label_counts=counts, resumed=resumed)
-        status, failure = _train(config, dataset, partition, folder, shown)
+        status, failure = _train(config, dataset, partition, folder, shown, page)
         return conclude(args, folder, shown, status, failure)
 
 
@@ -282,7 +319,12 @@ def label_counts(config: Config, dataset: "Dataset", partition: "Partition") -> 
 
 
 def _train(
-    config: Config, dataset: "Dataset", partition: "Partition", folder: "RunFolder", shown: "Display"
+    config: Config,
+    dataset: "Dataset",
+    partition: "Partition",
+    folder: "RunFolder",
+    shown: "Display",
+    page: "LivePage | None",
 ) -> tuple[str, Exception | None]:
     """How the run ended, and why if it failed; an error from before its start is raised as it is."""
     from spark_node.checkpoint import keep_newest
@@ -306,6 +348,7 @@ def _train(
                 folder.path,
                 run_id=folder.run_id,
                 recorded=folder.recorded,
+                page=page,
             )
     except KeyboardInterrupt:
         if not folder.has_started:

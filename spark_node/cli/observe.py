@@ -61,6 +61,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_observer_flags(parser)
+    add_output(parser)
+    service = parser.add_argument_group("the service")
+    service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
+    metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
+    service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
+    add_dashboard(parser)
+    parser.set_defaults(func=command)
+
+
+def add_observer_flags(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that follows a network of others."""
     add_sources(parser)
     add_flags(parser, "the network", ["--algorithm", "--nodes", "--rounds", "--topology", "--degree", "--seed"])
     add_flags(parser, "the data", ["--dataset", "--data-dir", "--partition"])
@@ -69,13 +81,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     line.add_argument("--orchestrator", metavar="HOST:PORT", help="where the run's orchestrator listens")
     wait = "seconds to wait for an orchestrator that is not there yet (default: %(default).0f)"
     line.add_argument("--wait", metavar="SECONDS", type=_seconds, default=120.0, help=wait)
-    add_output(parser)
-    service = parser.add_argument_group("the service")
-    service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
-    metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
-    service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
-    add_dashboard(parser)
-    parser.set_defaults(func=command)
 
 
 @dataclass

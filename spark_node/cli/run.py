@@ -100,11 +100,16 @@ def add_dashboard(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the live page")
     where = "serve a live page of the run to browsers on this machine (default port: 7420; 0 = a free one)"
     group.add_argument("--dashboard", metavar="PORT", nargs="?", type=port, const=ANY_PORT, help=where)
+    add_dashboard_host(group)
+
+
+def add_dashboard_host(group: "argparse._ActionsContainer") -> None:
+    """Where the live page listens."""
     host = "serve it there instead of on the loopback; everyone who can connect can look"
     group.add_argument("--dashboard-host", metavar="HOST", default="127.0.0.1", help=host)
 
 
-def open_page(args: argparse.Namespace) -> "LivePage | None":
+def open_page(args: argparse.Namespace, *, stays: bool = False) -> "LivePage | None":
     """The socket of the live page, where one is asked for; says where it is."""
     if args.dashboard is None:
         return None
@@ -115,7 +120,7 @@ def open_page(args: argparse.Namespace) -> "LivePage | None":
     for line in (dashboard.warning(args.dashboard_host), f"live page: {dashboard.address(listener)}"):
         if line:
             print(f"spark-dfl: {line}", file=sys.stderr, flush=True)
-    return LivePage(listener, args.dashboard_host)
+    return LivePage(listener, args.dashboard_host, stays)
 
 
 def port(text: str) -> int:

@@ -41,6 +41,8 @@ class LivePage:
 
     listener: socket.socket
     host: str
+    stays: bool = False
+    """Whether it is there until it is stopped, however long the run has been over."""
 
 
 async def observe(
@@ -77,6 +79,8 @@ async def _served(live: Live | None, page: LivePage | None) -> AsyncIterator[Non
     try:
         yield
         live.over("complete")
+        if page.stays:
+            await asyncio.Event().wait()
     except Exception:
         live.over("failed")
         raise

@@ -68,13 +68,18 @@ def rounds(live: Live, peers: int, count: int) -> Iterator[None]:
                 client_accuracy=tuple(accuracy.values()),
                 bytes_sent=sums,
                 seconds={
-                    "round": 2.6, "evaluation": 0.3, "jacobian": 0.5 * peers, "evolution": 0.7 * peers,
-                    "waiting, weights": 0.2 * peers, "waiting, package": 0.35 * peers, "encode": 0.1 * peers,
+                    "round": 2.6,
+                    "evaluation": 0.3,
+                    "jacobian": 0.5 * peers,
+                    "evolution": 0.7 * peers,
+                    "waiting, weights": 0.2 * peers,
+                    "waiting, package": 0.35 * peers,
+                    "encode": 0.1 * peers,
                 },
                 neighbours_expected=5 * peers,
                 neighbours_used=5 * peers - len(lost),
                 loss=1.9 * 0.8**k,
-            )  # fmt: skip
+            )
         )
         yield
 

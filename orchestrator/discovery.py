@@ -3,14 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable
-from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 
 from orchestrator.registry import Event, Refusal, Registry
-
-_HEAD_BYTES, _SECONDS = 8192, 5.0
-_Page = Callable[[], tuple[str, bytes]]
+from spark_node.web import Page, serve
 
 
 class Metrics:
@@ -59,41 +56,17 @@ def targets(registry: Registry) -> list[dict[str, object]]:
 
 async def listen(host: str, port: int, registry: Registry, metrics: Metrics) -> asyncio.Server:
     """Serve the pages until closed; OSError where the port is not to be had."""
-    pages: dict[str, _Page] = {
-        "/sd": lambda: ("application/json", json.dumps(targets(registry)).encode()),
-        "/metrics": lambda: (CONTENT_TYPE_LATEST, generate_latest(metrics.series)),
-        "/healthz": lambda: ("text/plain", b"ok\n"),
+
+    def now(kind: str, body: Callable[[], bytes]) -> Callable[[], Page]:
+        def page() -> Page:
+            registry.tick()
+            return Page(kind, body())
+
+        return page
+
+    pages = {
+        "/sd": now("application/json", lambda: json.dumps(targets(registry)).encode()),
+        "/metrics": now(CONTENT_TYPE_LATEST, lambda: generate_latest(metrics.series)),
+        "/healthz": now("text/plain", lambda: b"ok\n"),
     }
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                registry.tick()
-                writer.write(_response(head, pages))
-                await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    return await asyncio.start_server(answer, host, port, limit=_HEAD_BYTES)
-
-
-def _response(head: bytes, pages: dict[str, _Page]) -> bytes:
-    status, kind, body = HTTPStatus.OK, "text/plain", b""
-    method, _, rest = head.decode("latin-1").partition(" ")
-    page = pages.get(rest.partition(" ")[0].partition("?")[0])
-    if method not in ("GET", "HEAD"):
-        status = HTTPStatus.METHOD_NOT_ALLOWED
-    elif page is None:
-        status, body = HTTPStatus.NOT_FOUND, f"try one of: {', '.join(pages)}\n".encode()
-    else:
-        kind, body = page()
-    lines = (
-        f"HTTP/1.1 {status.value} {status.phrase}",
-        f"Content-Type: {kind}",
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-    )
-    return "\r\n".join((*lines, "", "")).encode() + (b"" if method == "HEAD" else body)
+    return await serve((host, port), pages)

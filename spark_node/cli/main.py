@@ -7,7 +7,20 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from spark_node import __version__
-from spark_node.cli import certs, chaos, compare, data, host, node, observe, orchestrator, package, report, run
+from spark_node.cli import (
+    certs,
+    chaos,
+    compare,
+    dashboard,
+    data,
+    host,
+    node,
+    observe,
+    orchestrator,
+    package,
+    report,
+    run,
+)
 from spark_node.errors import UserError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
@@ -21,6 +34,7 @@ _EPILOG = """\
 examples:
   spark-dfl run --preset demo                        a minute on a laptop: 20 peers, embedded data, live view
   spark-dfl run --algorithm ntk-dfl --rounds 10      another algorithm, the default everything else
+  spark-dfl run --preset demo --dashboard            with a live page for the browser
   spark-dfl run --settings                           every setting there is
   spark-dfl compare --preset demo --algorithms spark,ntk-dfl --seeds 0,1,2
                                                      side by side: tables, plots, one page
@@ -51,7 +65,7 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"spark-dfl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (run, compare, host, node, observe, orchestrator, certs, report, data, package, chaos):
+    for module in (run, compare, observe, dashboard, host, node, orchestrator, certs, report, data, package, chaos):
         module.add_parser(commands)
     return top
 

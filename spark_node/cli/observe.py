@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spark_node.cli.host import joining_config
-from spark_node.cli.orchestrator import port
 from spark_node.cli.run import (
+    add_dashboard,
     add_flags,
     add_output,
     add_sources,
@@ -21,6 +21,8 @@ from spark_node.cli.run import (
     label_counts,
     log_failure,
     new_folder,
+    open_page,
+    port,
     write_report,
 )
 from spark_node.config import Config, without_sketch_secret
@@ -29,6 +31,7 @@ from spark_node.errors import UserError
 if TYPE_CHECKING:
     from spark_node.data.datasets import Dataset
     from spark_node.data.partitions import Partition
+    from spark_node.launch.observation import LivePage
     from spark_node.observe.display import Display
     from spark_node.observe.history import Run
     from spark_node.observe.records import Watcher
@@ -60,6 +63,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_observer_flags(parser)
+    add_output(parser)
+    service = parser.add_argument_group("the service")
+    service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
+    metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
+    service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
+    linger = "with --metrics-port: seconds to go on serving after the end, for the last scrape (default: 0)"
+    service.add_argument("--linger", metavar="SECONDS", type=_seconds, default=0.0, help=linger)
+    add_dashboard(parser)
+    parser.set_defaults(func=command)
+
+
+def add_observer_flags(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that follows a network of others."""
     add_sources(parser)
     add_flags(parser, "the network", ["--algorithm", "--nodes", "--rounds", "--topology", "--degree", "--seed"])
     add_flags(parser, "the data", ["--dataset", "--data-dir", "--partition"])
@@ -68,14 +85,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     line.add_argument("--orchestrator", metavar="HOST:PORT", help="where the run's orchestrator listens")
     wait = "seconds to wait for an orchestrator that is not there yet (default: %(default).0f)"
     line.add_argument("--wait", metavar="SECONDS", type=_seconds, default=120.0, help=wait)
-    add_output(parser)
-    service = parser.add_argument_group("the service")
-    service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
-    metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
-    service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
-    linger = "with --metrics-port: seconds to go on serving after the end, for the last scrape (default: 0)"
-    service.add_argument("--linger", metavar="SECONDS", type=_seconds, default=0.0, help=linger)
-    parser.set_defaults(func=command)
 
 
 @dataclass
@@ -90,6 +99,7 @@ class _Session:
     command: str
     patience: float
     metrics_port: int | None
+    page: "LivePage | None"
     folder: "RunFolder | None" = field(default=None)
     complete: "Run | None" = field(default=None)
 
@@ -101,9 +111,10 @@ def command(args: argparse.Namespace) -> int:
         config = config.replace(network__host=args.host)
     from spark_node.observe import display
 
+    page = open_page(args)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         path, line = new_folder(args.out, config), command_line(args)
-        session = _Session(config, path, *deal(config), shown, line, args.wait, args.metrics_port)
+        session = _Session(config, path, *deal(config), shown, line, args.wait, args.metrics_port, page)
         status, failure = _run(session)
         if session.complete is not None:
             return _again(args, session.complete, shown)
@@ -152,7 +163,7 @@ async def _follow(session: _Session) -> None:
 
     from spark_node import model
     from spark_node.launch.logs import log_to
-    from spark_node.launch.observation import describe, make_observer
+    from spark_node.launch.observation import describe, observe
     from spark_node.observe.observer import ask_run
     from spark_node.observe.run_folder import RunFolder, load_observed
     from spark_node.observe.watchers import Together
@@ -177,12 +188,12 @@ async def _follow(session: _Session) -> None:
     if session.metrics_port is not None:
         watchers.append(_serve_metrics(session, run_id, before))
     module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
-    watcher = Together(*watchers)
-    watcher.started(describe(config, dataset, partition, module))
+    watcher, info = Together(*watchers), describe(config, dataset, partition, module)
+    watcher.started(info)
     log_to(session.path / "logs" / "observer.log", config.network.log, "observer", alone=False)
     session.shown.note("")
     recorded = before.rounds if before is not None else ()
-    await make_observer(config, orchestrator, dataset, module, watcher, recorded).follow()
+    await observe(config, orchestrator, dataset, module, info, watcher, recorded=recorded, page=session.page)
 
 
 def _serve_metrics(session: _Session, run_id: str, before: "Run | None") -> "Watcher":

@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 
-from spark_node.cli.run import add_flags, add_sources, load_config
+from spark_node.cli.run import add_flags, add_sources, load_config, port
 from spark_node.config import Config
 
 _DESCRIPTION = """\
@@ -66,13 +66,6 @@ def command(args: argparse.Namespace) -> int:
 
     log_to(None, config.network.log, "orchestrator")
     return serve(config, run_id, port=args.port, http_port=args.http_port, closed=args.closed, ready=ready)
-
-
-def port(text: str) -> int:
-    """A port as it is given on the command line."""
-    if not (text.isascii() and text.isdecimal() and int(text) <= 65_535):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 (a free one) to 65535")
-    return int(text)
 
 
 def _as_text(config: Config, run_id: str, address: str, http_address: str) -> str:

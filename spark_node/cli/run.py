@@ -20,12 +20,15 @@ from spark_node.privacy import refuse_hidden
 if TYPE_CHECKING:
     from spark_node.data.datasets import Dataset
     from spark_node.data.partitions import Partition
+    from spark_node.launch.observation import LivePage
     from spark_node.observe.display import Display
     from spark_node.observe.history import Run
     from spark_node.observe.run_folder import RunFolder
 
 EXIT_CODES = {"complete": 0, "failed": 1, "interrupted": 130}
 ERROR_LOG = "error.log"
+ANY_PORT = -1
+"""--dashboard without a port: the usual one, or where that is taken, a free one."""
 
 _GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "the network": {
@@ -91,7 +94,43 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     for title, flags in _GROUPS.items():
         add_flags(parser, title, flags)
     add_output(parser)
+    add_dashboard(parser)
     parser.set_defaults(func=command)
+
+
+def add_dashboard(parser: argparse.ArgumentParser) -> None:
+    """The live page, for any command that follows a run."""
+    group = parser.add_argument_group("the live page")
+    where = "serve a live page of the run to browsers on this machine (default port: 7420; 0 = a free one)"
+    group.add_argument("--dashboard", metavar="PORT", nargs="?", type=port, const=ANY_PORT, help=where)
+    add_dashboard_host(group)
+
+
+def add_dashboard_host(group: "argparse._ActionsContainer") -> None:
+    """Where the live page listens."""
+    host = "serve it there instead of on the loopback; everyone who can connect can look"
+    group.add_argument("--dashboard-host", metavar="HOST", default="127.0.0.1", help=host)
+
+
+def open_page(args: argparse.Namespace, *, stays: bool = False) -> "LivePage | None":
+    """The socket of the live page, where one is asked for; says where it is."""
+    if args.dashboard is None:
+        return None
+    from spark_node.launch.observation import LivePage
+    from spark_node.observe import dashboard
+
+    listener = dashboard.bind(args.dashboard_host, None if args.dashboard == ANY_PORT else args.dashboard)
+    for line in (dashboard.warning(args.dashboard_host), f"live page: {dashboard.address(listener)}"):
+        if line:
+            print(f"spark-dfl: {line}", file=sys.stderr, flush=True)
+    return LivePage(listener, args.dashboard_host, stays)
+
+
+def port(text: str) -> int:
+    """A port as it is given on the command line."""
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 (a free one) to 65535")
+    return int(text)
 
 
 def add_output(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
@@ -128,6 +167,9 @@ def command(args: argparse.Namespace) -> int:
     if resumed is None:
         check_is_free(path)
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
+    if args.dashboard is not None and config.run.transport == "memory":
+        raise ConfigError("--dashboard shows peers that are processes; leave it out, or --transport memory")
+    page = open_page(args)
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         from spark_node.launch.devices import check_device
 
@@ -135,7 +177,7 @@ def command(args: argparse.Namespace) -> int:
         dataset, partition = deal(config)
         counts = label_counts(config, dataset, partition)
         folder = RunFolder(path, config, command=command_line(args), label_counts=counts, resumed=resumed)
-        status, failure = _train(config, dataset, partition, folder, shown, place)
+        status, failure = _train(config, dataset, partition, folder, shown, page, place)
         return conclude(args, folder, shown, status, failure)
 
 
@@ -305,7 +347,8 @@ def _train(
     partition: "Partition",
     folder: "RunFolder",
     shown: "Display",
-    place: Place | None = None,
+    page: "LivePage | None",
+    place: Place | None,
 ) -> tuple[str, Exception | None]:
     """How the run ended, and why if it failed; an error from before its start is raised as it is."""
     from spark_node.checkpoint import keep_newest
@@ -334,6 +377,7 @@ def _train(
                 folder.path,
                 run_id=folder.run_id,
                 recorded=folder.recorded,
+                page=page,
             )
     except KeyboardInterrupt:
         if not folder.has_started:

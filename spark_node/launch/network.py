@@ -24,7 +24,7 @@ from spark_node.errors import ConfigError
 from spark_node.launch.certificates import forget, secured
 from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
-from spark_node.launch.observation import describe, make_observer
+from spark_node.launch.observation import LivePage, describe, observe
 from spark_node.launch.peer import PeerJob
 from spark_node.launch.pids import forget_pid, note_pid
 from spark_node.launch.samples import peer_samples
@@ -209,6 +209,7 @@ def run_network(
     *,
     run_id: str = "",
     recorded: int | None = None,
+    page: LivePage | None = None,
 ) -> None:
     """Train over gRPC, every peer a process of its own, and tell the watcher about it.
 
@@ -219,10 +220,11 @@ def run_network(
     torch.set_num_threads(1)
     try:
         module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
-        watcher.started(describe(config, dataset, partition, module))
+        info = describe(config, dataset, partition, module)
+        watcher.started(info)
         network = LocalNetwork(config, dataset, partition, module, folder, run_id=run_id, recorded=recorded)
         with network:
-            _watch(_start_observer(network), network, watcher)
+            _watch(_start_observer(network, info, page), network, watcher)
     finally:
         torch.set_num_threads(threads)
         signal.signal(signal.SIGTERM, previous)
@@ -251,7 +253,7 @@ class _Telling:
         self._pipe.flush()
 
 
-def _start_observer(network: LocalNetwork) -> tuple[Child, int]:
+def _start_observer(network: LocalNetwork, info: RunInfo, page: LivePage | None) -> tuple[Child, int]:
     """The observer's process, and the end of a pipe on which it tells what it sees."""
     reading, writing = os.pipe()
 
@@ -261,7 +263,7 @@ def _start_observer(network: LocalNetwork) -> tuple[Child, int]:
         with os.fdopen(writing, "w", encoding="utf-8") as pipe:
             telling = _Telling(pipe)
             try:
-                asyncio.run(_observe(network, telling))
+                asyncio.run(_observe(network, info, telling, page))
             except Exception as error:
                 log.exception("the observer failed")
                 telling.failed(str(error) or type(error).__name__)
@@ -274,11 +276,23 @@ def _start_observer(network: LocalNetwork) -> tuple[Child, int]:
     return child, reading
 
 
-async def _observe(network: LocalNetwork, watcher: Watcher) -> None:
+async def _observe(network: LocalNetwork, info: RunInfo, watcher: Watcher, page: LivePage | None) -> None:
     over: list[str] = []
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, over.append, "the host of the peers has ended")
-    observer = make_observer(network.config, network.orchestrator_address, network.dataset, network.module, watcher)
-    await observer.follow(lambda: over[0] if over else None)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGUSR1, over.append, "the host of the peers has ended")
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await observe(
+            network.config,
+            network.orchestrator_address,
+            network.dataset,
+            network.module,
+            info,
+            watcher,
+            alive=lambda: over[0] if over else None,
+            page=page,
+        )
 
 
 def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher) -> None:

@@ -19,6 +19,7 @@ from spark_node.generated.spark.v1 import orchestrator_pb2, orchestrator_pb2_grp
 from spark_node.learning.messages import Weights
 from spark_node.observe.accuracy import accuracy, mean_weights
 from spark_node.observe.history import Round
+from spark_node.observe.live import Live
 from spark_node.observe.records import RoundRecord, Watcher, from_facts
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import PackageError
@@ -70,8 +71,13 @@ class Observer:
         watcher: Watcher,
         *,
         recorded: Sequence[Round] = (),
+        live: Live | None = None,
     ) -> None:
-        """`recorded`: rounds that an observer before this one has told of; it goes on after them."""
+        """`recorded`: rounds that an observer before this one has told of; it goes on after them.
+
+        `live` hears of everything as it comes, besides the watcher, who hears of finished rounds.
+        """
+        self._live = live
         self._config, self._orchestrator, self._make_terms = config, orchestrator, terms
         self._module, self._test, self._watcher = module, test, watcher
         self._security = security_of(config.security, Role.OBSERVER, OBSERVER)
@@ -182,17 +188,23 @@ class Observer:
                     await self._ask(stub)
                 except aio.AioRpcError as error:
                     log.info("the orchestrator is away (%s)", error.code().name)
+                    if self._live is not None:
+                        self._live.orchestrator_lost()
                 await asyncio.sleep(_ASK_SECONDS)
 
     async def _ask(self, stub: orchestrator_pb2_grpc.OrchestratorStub) -> None:
         request = orchestrator_pb2.DescribeRequest(version=self._version)
         reply = await stub.Describe(request, timeout=10.0)
         self._run, self._heard = reply.run.run, time.monotonic()
+        if self._live is not None:
+            self._live.described(reply.run, reply.members)
         if not reply.run.started or not reply.members.version:
             return
         self._version = reply.members.version
         self._first = self._first or max(1, reply.run.first_round)
         named = {member.name: member.address for member in reply.members.members}
+        if self._live is not None:
+            self._live.left(sorted(set(self._members) - set(named) - self._gone))
         self._gone |= set(self._members) - set(named)
         self._gone -= set(named)
         self._members.update(named)
@@ -203,7 +215,7 @@ class Observer:
 
     async def _follow_peer(self, name: str) -> None:
         """One peer's progress, for as long as it is a member; a broken line is taken up again."""
-        after = self._recorded
+        after = 0
         while name not in self._gone:
             address = self._members[name]
             shows = self._security.expected(Role.PEER, name)
@@ -218,6 +230,8 @@ class Observer:
                             break  # revoked meanwhile
                         after = await self._take(stub, name, progress, after)
             except aio.AioRpcError:
+                if self._live is not None and name in self._lines:
+                    self._live.line_lost(name)
                 await asyncio.sleep(0.3)
             finally:
                 self._lines.discard(name)
@@ -225,12 +239,16 @@ class Observer:
     async def _take(self, stub: peer_pb2_grpc.PeerStub, name: str, progress: "peer_pb2.Progress", after: int) -> int:
         newest = max((report.round for report in progress.rounds), default=0)
         for report in progress.rounds:
+            after = max(after, report.round)
+            if report.round <= self._recorded:
+                continue
             held = report.round > newest - self._config.network.model_history
             model = await self._model(stub, name, report.round) if held else None
             self._rounds[report.round].reports[name] = report
             self._rounds[report.round].models[name] = model
-            after = max(after, report.round)
         self._progress[name] = progress
+        if self._live is not None:
+            self._live.heard(progress)
         self._changed.set()
         return after
 
@@ -268,6 +286,8 @@ class Observer:
         with_clients = self._config.run.evaluates_clients(k)
         scoring = asyncio.get_running_loop().run_in_executor(self._pool, self._score, held, with_clients)
         aggregated, clients = await scoring
+        if self._live is not None:
+            self._live.scored(dict(zip(held, clients, strict=False)))
         evaluation = time.perf_counter() - start
         seconds = {"round": finished - began, "training": finished - began, "evaluation": evaluation}
         self._watcher.round_done(self._summed(k, done.reports, aggregated, clients, seconds))

@@ -63,7 +63,7 @@ def _modules(part: str) -> list[Path]:
 
 def test_the_orchestrator_knows_neither_torch_nor_the_learner() -> None:
     for path in (ROOT / "orchestrator").glob("*.py"):
-        parts = ("topology", "config", "errors", "generated", "security")
+        parts = ("topology", "config", "errors", "generated", "security", "web")
         allowed = tuple(f"spark_node.{part}" for part in parts)
         for name in imports(path):
             assert not name.startswith("torch")

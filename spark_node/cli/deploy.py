@@ -234,9 +234,10 @@ def _print_status(deployment: "Deployment", status: "Status") -> None:
     if not status.containers and not status.problems:
         print(f"no run named {deployment.name} on any of the {len(deployment.hosts)} hosts")
         return
-    started = {None: "", True: ", training", False: ", waiting for peers"}[status.started]
+    rounds = next((f" of {seen.rounds} rounds" for seen in status.containers if seen.rounds), "")
+    started = {None: "", True: ", started", False: ", waiting for peers"}[status.started]
     members = "" if status.members is None else f", {status.members} members"
-    print(f"run {status.run_id or '?'}{members}{started}")
+    print(f"run {status.run_id or '?'}{rounds}{members}{started}")
     rows = []
     for host in deployment.hosts:
         if host.name in status.problems:

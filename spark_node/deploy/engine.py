@@ -1,6 +1,7 @@
 """One host's Docker engine, through the docker SDK. Every failure is a HostProblem: one line, and what to do."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from spark_node.deploy.bundle import USER
 from spark_node.deploy.crew import HostProblem
 from spark_node.deploy.hosts import HOST_NETWORK, Deployment, Host
-from spark_node.deploy.plan import DATA, HOME, Container, Plan
+from spark_node.deploy.plan import DATA, HOME, OBSERVER, ORCHESTRATOR, PEERS, Container, Plan
 from spark_node.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 LABEL = "spark-dfl"
 RUN_LABEL, ID_LABEL = f"{LABEL}.run", f"{LABEL}.run-id"
 ROLE_LABEL, HOST_LABEL, PEERS_LABEL = f"{LABEL}.role", f"{LABEL}.host", f"{LABEL}.peers"
-STOP_SECONDS = 25
-"""Between SIGTERM and SIGKILL: a host gives its peers ten seconds, the observer writes its report."""
+ROUNDS_LABEL = f"{LABEL}.rounds"
+STOP_SECONDS = {OBSERVER: 90, PEERS: 25, ORCHESTRATOR: 15}
+"""Between SIGTERM and SIGKILL, in this order: the observer writes its report, a host gives its peers ten seconds."""
 _RESTARTS = 3
 _TAIL = 20
 _Arguments = ParamSpec("_Arguments")
@@ -47,6 +49,7 @@ class Seen:
     name: str
     role: str
     run_id: str
+    rounds: str
     peers: str
     state: str
     exit_code: int
@@ -226,17 +229,14 @@ class Engine:
     @_told
     def stop(self) -> None:
         """SIGTERM to all of the deployment's containers here, observer first; a peer so writes its last state."""
-        import threading
-
-        order = {"observer": 0, "peers": 1}
         running = [container for container in self._find() if container.status in ("running", "restarting", "paused")]
-        for turn in sorted({order.get(_role(container), 2) for container in running}):
-            group = [container for container in running if order.get(_role(container), 2) == turn]
-            threads = [threading.Thread(target=_stop, args=(container,), daemon=True) for container in group]
+        for role, seconds in STOP_SECONDS.items():
+            group = [container for container in running if _role(container) == role]
+            threads = [threading.Thread(target=_stop, args=(container, seconds), daemon=True) for container in group]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(STOP_SECONDS + self._deployment.seconds)
+                thread.join(seconds + self._deployment.seconds)
 
     @_told
     def remove(self, keep: tuple[str, ...] = ()) -> tuple[int, int]:
@@ -306,6 +306,7 @@ def _labels(plan: Plan, container: Container) -> dict[str, str]:
         ROLE_LABEL: container.role,
         HOST_LABEL: container.host,
         PEERS_LABEL: peers_text(container.peers),
+        ROUNDS_LABEL: str(plan.config.run.rounds),
     }
 
 
@@ -320,6 +321,7 @@ def _seen(attributes: Mapping[str, Any]) -> Seen:
         name=str(attributes["Name"]).removeprefix("/"),
         role=labels.get(ROLE_LABEL, ""),
         run_id=labels.get(ID_LABEL, ""),
+        rounds=labels.get(ROUNDS_LABEL, ""),
         peers=labels.get(PEERS_LABEL, ""),
         state=str(state.get("Status", "")),
         exit_code=int(state.get("ExitCode") or 0),
@@ -332,9 +334,9 @@ def _role(container: Any) -> str:
     return str(container.labels.get(ROLE_LABEL, ""))
 
 
-def _stop(container: Any) -> None:
+def _stop(container: Any, seconds: int) -> None:
     with contextlib.suppress(Exception):  # who did not stop is removed by force
-        container.stop(timeout=STOP_SECONDS)
+        container.stop(timeout=seconds)
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

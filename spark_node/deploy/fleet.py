@@ -106,7 +106,8 @@ class Fleet:
 
     def stop(self) -> Outcome[None]:
         """SIGTERM to everything: on each host the observer first, then the peers, then the orchestrator."""
-        return self.on(lambda engine: engine.stop(), 3 * STOP_SECONDS + self.deployment.seconds)
+        patience = sum(STOP_SECONDS.values()) + self.deployment.seconds
+        return self.on(lambda engine: engine.stop(), patience)
 
     def remove(self, keep_run: bool = False) -> Outcome[tuple[int, int]]:
         """Containers and volumes, but for the run folder's where it is to be kept; how many, by host."""

@@ -25,7 +25,8 @@ START_TIMEOUT = 600.0
 """Seconds that the first peers wait for the others, unless the settings say so: hosts are not equally quick."""
 LINGER = 60
 """Seconds that peers answer the observer after the last round."""
-_EMBEDDED = "digits"
+_IN_IMAGE = ("digits", "fashion-mnist")
+"""Datasets that need nothing from the host."""
 _PORTS = 65_536
 
 
@@ -194,8 +195,8 @@ def _observer(deployment: Deployment) -> Container:
 
 
 def _check_data(deployment: Deployment, config: Config) -> None:
-    """Every dataset but the embedded one lies on the hosts."""
-    if config.data.dataset == _EMBEDDED:
+    """Every dataset that the image does not hold lies on the hosts."""
+    if config.data.dataset in _IN_IMAGE:
         return
     for host in deployment.hosts:
         if not host.data:

@@ -59,13 +59,19 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
 
 def peer_config(args: argparse.Namespace) -> Config:
     """The configuration of peers that join a run."""
+    config = joining_config(args)
+    refuse_hidden(config.privacy.sketch_secret)
+    return config
+
+
+def joining_config(args: argparse.Namespace) -> Config:
+    """The configuration of whoever joins a run: it names an orchestrator, and certificates unless they are off."""
     config = load_config(args)
     if args.orchestrator:
         config = config.replace(network__orchestrator=args.orchestrator)
     if not config.network.orchestrator:
         raise ConfigError("network.orchestrator = '': give --orchestrator HOST:PORT of the run's orchestrator")
     check_folder(config)
-    refuse_hidden(config.privacy.sketch_secret)
     return config
 
 

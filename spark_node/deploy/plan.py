@@ -218,9 +218,7 @@ def _check_ports(deployment: Deployment, slots: Sequence[Slot]) -> None:
         for (name, first), (other, second) in combinations(taken.items(), 2):
             if max(first.start, second.start) < min(first.stop, second.stop):
                 said = f"{deployment.origin}: {name} = {first.start}: host {host.name} has {peers} peers"
-                raise HostsError(
-                    f"{said}, so its ports overlap with those of {other} = {second.start}; move one of them"
-                )
+                raise HostsError(f"{said}, whose ports overlap with {other} = {second.start}; move one of them")
         for name, those in taken.items():
             if those.stop > _PORTS:
                 said = f"{deployment.origin}: {name} = {those.start}: host {host.name} has {peers} peers"

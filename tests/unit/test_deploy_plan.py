@@ -80,8 +80,8 @@ def test_hosts_and_settings_that_contradict_each_other_are_refused() -> None:
         make_plan(deployment(host("alpha", 0, 6), settings={"security.tls": "off"}))
     with pytest.raises(ConfigError, match="degree"):
         make_plan(deployment(host("alpha", 0, 4), settings={"topology.degree": 5}))
+    there = host("alpha", 0, 6, data="/d")
     with pytest.raises(HostsError, match=r"hosts.beta.data is missing: the run's dataset cifar10"):
-        there = host("alpha", 0, 6, data="/d")
         make_plan(deployment(there, host("beta", 0, 6), settings={"data.dataset": "cifar10"}))
     with pytest.raises(ConfigError, match=r"run.colour"):
         make_plan(deployment(host("alpha", 0, 6), settings={"run.colour": "red"}))

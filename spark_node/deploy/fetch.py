@@ -46,6 +46,8 @@ def fetch(fleet: Fleet, out: Path | None, say: Callable[[str], None]) -> Path | 
         return target
     finally:
         shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            parent.rmdir()  # unless there is anything in it
 
 
 def _fetch_logs(fleet: Fleet, folder: Path, seconds: float, say: Callable[[str], None]) -> None:

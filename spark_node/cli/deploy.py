@@ -88,7 +88,7 @@ def _up(args: argparse.Namespace) -> int:
     from spark_node.deploy.rollout import Rollout
 
     with _fleet(plan.deployment) as fleet, _reporting() as report:
-        Rollout(fleet, plan, _say).up(args.wait)
+        Rollout(fleet, plan, _say, Path("runs", f"{plan.run_id}-failed")).up(args.wait)
         status = f"spark-dfl deploy status --hosts {args.hosts}"
         _say(f"run {plan.run_id} is up with {plan.config.run.nodes} peers; see {status}")
     return report.code

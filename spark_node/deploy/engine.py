@@ -91,20 +91,32 @@ class Engine:
     @property
     def _client(self) -> "docker.DockerClient":
         if self._made is None:
-            import docker
-            from docker.tls import TLSConfig
-
-            tls, host = self.host.tls, self.host
-            files = tls and TLSConfig(client_cert=(str(tls.cert), str(tls.key)), ca_cert=str(tls.ca), verify=True)
-            over_ssh = host.engine.startswith("ssh://")  # by the user's own ssh, with its agent, keys and known hosts
-            self._made = docker.DockerClient(
-                base_url=host.engine,
-                version="auto",
-                timeout=int(self._deployment.seconds),
-                tls=files or False,
-                use_ssh_client=over_ssh,
-            )
+            first = self._connect(None)
+            try:
+                spoken = str(first.api.version(api_version=False)["ApiVersion"])
+            finally:
+                first.close()
+            self._made = self._connect(spoken)
         return self._made
+
+    def _connect(self, version: str | None) -> "docker.DockerClient":
+        """A client for a version of the API; without one, only good for asking which the engine speaks."""
+        import docker
+        from docker.constants import DEFAULT_DOCKER_API_VERSION
+        from docker.tls import TLSConfig
+
+        tls, host = self.host.tls, self.host
+        files = tls and TLSConfig(client_cert=(str(tls.cert), str(tls.key)), ca_cert=str(tls.ca), verify=True)
+        client = docker.DockerClient(
+            base_url=host.engine,
+            version=version or DEFAULT_DOCKER_API_VERSION,
+            timeout=int(self._deployment.seconds),
+            tls=files or False,
+            use_ssh_client=host.engine.startswith("ssh://"),  # the user's own ssh: agent, keys and known hosts
+        )
+        if tls is not None:
+            client.api.trust_env = False  # REQUESTS_CA_BUNDLE would take the place of the hosts file's `ca`
+        return client
 
     def close(self) -> None:
         """Give up the connection."""

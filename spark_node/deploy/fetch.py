@@ -1,4 +1,4 @@
-"""Getting the run folder, and the peers' logs, out of the containers' volumes."""
+"""Getting the run folder, and all logs, out of the containers and their volumes."""
 
 import contextlib
 import re
@@ -17,10 +17,12 @@ from spark_node.observe.run_folder import read_run_id
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PATIENCE = 10
 """Times as long as another call: a run folder may be large."""
+_LINES = 100_000
+"""Last lines that are kept of what a container wrote."""
 
 
 def fetch(fleet: Fleet, out: Path | None, say: Callable[[str], None]) -> Path | None:
-    """The run folder with the peers' logs in it, as `out` or runs/RUN_ID; None where there is none yet.
+    """The run folder with all logs in it, as `out` or runs/RUN_ID; None where there is none yet.
 
     A folder of the same run is replaced as a whole, another's is refused.
     """
@@ -40,7 +42,7 @@ def fetch(fleet: Fleet, out: Path | None, say: Callable[[str], None]) -> Path | 
         run_id = _run_id(new)
         target = out if out is not None else Path("runs", run_id)
         _refuse_another(target, run_id)
-        _fetch_logs(fleet, new / "logs", seconds, say)
+        save_logs(fleet, new / "logs", say)
         new.chmod(0o755)
         bundle.replace_folder(new, target.resolve())
         return target
@@ -50,14 +52,22 @@ def fetch(fleet: Fleet, out: Path | None, say: Callable[[str], None]) -> Path | 
             parent.rmdir()  # unless there is anything in it
 
 
-def _fetch_logs(fleet: Fleet, folder: Path, seconds: float, say: Callable[[str], None]) -> None:
-    """The peers' own logs, a folder a container. A host that is gone costs its logs, not the results."""
+def save_logs(fleet: Fleet, folder: Path, say: Callable[[str], None]) -> None:
+    """What every container wrote as CONTAINER.log, and its peers' own logs in a folder CONTAINER.
+
+    A host that is gone costs its logs, and nothing else.
+    """
 
     def take(engine: Engine) -> None:
+        for seen in engine.containers():
+            text = "\n".join(engine.tail(seen.name, _LINES))
+            if text:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{seen.name}.log").write_text(f"{text}\n", encoding="utf-8")
         for volume in engine.volumes():
             _take_logs(engine, volume, folder / volume)
 
-    for host, problem in fleet.on(take, seconds).problems.items():
+    for host, problem in fleet.on(take, fleet.deployment.seconds * _PATIENCE).problems.items():
         say(f"{host}: its logs could not be fetched: {problem}")
 
 

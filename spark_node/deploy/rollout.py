@@ -1,5 +1,6 @@
 """Bringing a run up: check all, create all, start all, see the peers join. Where anything fails, nothing remains."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,21 +9,24 @@ from tempfile import TemporaryDirectory
 from spark_node.deploy import bundle
 from spark_node.deploy.crew import HostProblem
 from spark_node.deploy.engine import Engine
+from spark_node.deploy.fetch import save_logs
 from spark_node.deploy.fleet import DeploymentFailed, Fleet, Status
-from spark_node.deploy.plan import ORCHESTRATOR, PEERS, Plan
+from spark_node.deploy.plan import LOGS, ORCHESTRATOR, PEERS, Plan
 
 _POLL = 1.0
 _ORCHESTRATOR_SECONDS = 120.0
 _PULL_SECONDS = 1800.0
 """An image may be gigabytes."""
 _LISTENS = "listens on"
+_PEER_LOG = re.compile(rf"{LOGS}/[a-z0-9._-]+\.log")
 
 
 class Rollout:
-    """One `up`. `say` is told what goes on, a line at a time."""
+    """One `up`. `say` is told what goes on, a line at a time; `logs` is a folder for those of a failure."""
 
-    def __init__(self, fleet: Fleet, plan: Plan, say: Callable[[str], None]) -> None:
-        self._fleet, self._plan, self._say = fleet, plan, say
+    def __init__(self, fleet: Fleet, plan: Plan, say: Callable[[str], None], logs: Path | None = None) -> None:
+        self._fleet, self._plan, self._say, self._logs = fleet, plan, say, logs
+        self._started = False
 
     def up(self, wait: float) -> None:
         """Up to `wait` seconds for all peers to join; 0: do not wait. DeploymentFailed names hosts and reasons."""
@@ -55,6 +59,7 @@ class Rollout:
     def _start(self) -> None:
         plan, fleet = self._plan, self._fleet
         self._say("starting the orchestrator")
+        self._started = True
         first = next(container for container in plan.containers if container.role == ORCHESTRATOR)
         what = "starting the orchestrator"
         fleet.everywhere(what, lambda engine: self._start_orchestrator(engine, first.name), None, [first.host])
@@ -110,7 +115,10 @@ class Rollout:
 
     def _roll_back(self, error: BaseException) -> None:
         """Remove what there is of the run; a host where that fails is named."""
-        self._say("something went wrong: removing what was made")
+        if self._started and self._logs is not None:
+            save_logs(self._fleet, self._logs, self._say)
+            self._say(f"something went wrong: the logs are in {self._logs}")
+        self._say("removing what was made")
         origin = self._plan.deployment.origin
         for host, problem in self._fleet.remove().problems.items():
             left = f"containers may remain there ({problem}): spark-dfl deploy down --hosts {origin}"
@@ -130,6 +138,19 @@ def _check_alive(engine: Engine) -> None:
     """HostProblem with a container's last words where one has ended with an error."""
     for seen in engine.containers():
         if seen.failed:
-            words = [line.strip() for line in engine.tail(seen.name, 5) if line.strip()]
-            why = seen.error or (words[-1] if words else "it said nothing")
+            why = seen.error or _last_words(engine, seen.name)
             raise HostProblem(f"{seen.name} ended with {seen.exit_code}: {why}")
+
+
+def _last_words(engine: Engine, container: str) -> str:
+    """The last line that a container wrote; where that only names a peer's log, the last line of this one."""
+    words = [line.strip() for line in engine.tail(container) if line.strip()]
+    said = words[-1] if words else "it said nothing"
+    named = _PEER_LOG.search(said)
+    if named is None:
+        return said
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "log"
+        engine.read(container, named[0], lambda chunks: bundle.unpack(chunks, copy))
+        lines = copy.read_text(encoding="utf-8", errors="replace").splitlines() if copy.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), said)

@@ -26,6 +26,7 @@ FORBIDDEN = {
     "spark_node/transport": ("spark_node.observe", "spark_node.node", "spark_node.cli", "spark_node.launch"),
     "spark_node/observe": ("spark_node.cli", "spark_node.launch", "spark_node.compare"),
     "spark_node/compare": ("torch", "spark_node.cli", "spark_node.launch", "spark_node.node", "spark_node.learning"),
+    "spark_node/deploy": ("torch", "grpc", "spark_node.cli", "spark_node.launch", "spark_node.learning"),
     "spark_node/security": ("torch", "spark_node.transport", "spark_node.learning", "spark_node.launch"),
     "spark_node": ("pickle", "spark_node.cli.main"),
 }
@@ -64,6 +65,6 @@ def test_every_module_of_the_house_is_on_the_map() -> None:
     for path in (ROOT / "spark_node").iterdir():
         if path.suffix == ".py" and path.stem not in ("__init__", "__main__", "errors"):
             assert path.name in page, f"docs/architecture.md does not mention {path.name}"
-    inside = [path for part in ("learning", "package", "transport", "launch", "security") for path in _modules(part)]
+    inside = [path for part in ("learning", "package", "transport", "launch", "security", "deploy") for path in _modules(part)]
     for path in inside + list((ROOT / "orchestrator").glob("[a-z]*.py")):
         assert path.name in page, f"docs/architecture.md does not mention {path.name}"

@@ -70,7 +70,8 @@ def containers(pod: Any) -> list[Any]:
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_every_resource_is_valid_by_the_schema_of_kubernetes(version: str) -> None:
     assert len(BASE) > 10
-    for resource in [*BASE, with_gpu()]:
+    reader = yaml.safe_load((FOLDER / "reader.yaml").read_text())
+    for resource in [*BASE, with_gpu(), reader]:
         kubernetes_validate.validate(resource, version, strict=True)
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+import contextlib
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +73,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
     metrics = "serve the accuracy, the round and the bytes to Prometheus at /metrics (0 = a free port)"
     service.add_argument("--metrics-port", metavar="PORT", type=port, help=metrics)
+    linger = "with --metrics-port: seconds to go on serving after the end, for the last scrape (default: 0)"
+    service.add_argument("--linger", metavar="SECONDS", type=_seconds, default=0.0, help=linger)
     parser.set_defaults(func=command)
 
 
@@ -104,7 +108,17 @@ def command(args: argparse.Namespace) -> int:
         if session.complete is not None:
             return _again(args, session.complete, shown)
         assert session.folder is not None
-        return conclude(args, session.folder, shown, status, failure)
+        code = conclude(args, session.folder, shown, status, failure)
+    if args.metrics_port is not None and status == "complete":
+        _linger(args.linger)
+    return code
+
+
+def _linger(seconds: float) -> None:
+    """Scrapes are still answered, by a thread; SIGTERM ends it at once."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(seconds)
 
 
 def _again(args: argparse.Namespace, run: "Run", shown: "Display") -> int:

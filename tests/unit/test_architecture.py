@@ -65,6 +65,8 @@ def test_every_module_of_the_house_is_on_the_map() -> None:
     for path in (ROOT / "spark_node").iterdir():
         if path.suffix == ".py" and path.stem not in ("__init__", "__main__", "errors"):
             assert path.name in page, f"docs/architecture.md does not mention {path.name}"
-    inside = [path for part in ("learning", "package", "transport", "launch", "security", "deploy") for path in _modules(part)]
+    inside = [
+        path for part in ("learning", "package", "transport", "launch", "security", "deploy") for path in _modules(part)
+    ]
     for path in inside + list((ROOT / "orchestrator").glob("[a-z]*.py")):
         assert path.name in page, f"docs/architecture.md does not mention {path.name}"

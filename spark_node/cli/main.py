@@ -27,6 +27,7 @@ examples:
   spark-dfl report runs/A runs/B --out compare.html  several runs on one page
   spark-dfl data list                                datasets, and where they are
   spark-dfl package explain --preset paper           what a package costs, loses and reveals
+  spark-dfl deploy up --hosts hosts.toml             peers on several (GPU) hosts, through their Docker engines
 
 exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted"""
 

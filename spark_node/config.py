@@ -333,6 +333,9 @@ class NetworkSettings:
     port: int = _number(0, 0, 65_535, "first port of the peers of a host, one after the other; 0 = free ones")
     orchestrator: str = _text("", "host:port of the orchestrator; empty = `run` starts one of its own")
     metrics: bool = _flag(True, "serve Prometheus metrics at /metrics of every peer and the orchestrator")
+    metrics_port: int = _number(
+        0, 0, 65_535, "first port of the metrics of a host's peers, one after the other; 0 = free ones"
+    )
     named_neighbours: int = _number(
         32, 0, 100_000, "peers in a run up to which metrics tell bytes by neighbour; beyond, neighbours are summed"
     )

@@ -13,6 +13,7 @@ from spark_node.cli import (
     compare,
     dashboard,
     data,
+    deploy,
     host,
     node,
     observe,
@@ -41,6 +42,7 @@ examples:
   spark-dfl report runs/A runs/B --out compare.html  several runs on one page
   spark-dfl data list                                datasets, and where they are
   spark-dfl package explain --preset paper           what a package costs, loses and reveals
+  spark-dfl deploy up --hosts hosts.toml             peers on several (GPU) hosts, through their Docker engines
 
 exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted"""
 
@@ -65,7 +67,8 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"spark-dfl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (run, compare, observe, dashboard, host, node, orchestrator, certs, report, data, package, chaos):
+    everyday = (run, compare, observe, dashboard, report, data, package)
+    for module in (*everyday, host, node, orchestrator, deploy, certs, chaos):
         module.add_parser(commands)
     return top
 

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -53,7 +53,9 @@ def peer_jobs(
         samples = peer_samples(config, names[i], dataset, partition.indices[i], folder)
         samples.keep()
         own = samples.inputs, samples.labels
-        jobs.append(PeerJob(names[i], config, module, *own, dataset.classes, port, test, checkpoints=folder))
+        metrics_port = config.network.metrics_port + place if config.network.metrics_port else 0
+        job = PeerJob(names[i], config, module, *own, dataset.classes, port, test, checkpoints=folder)
+        jobs.append(replace(job, metrics_port=metrics_port))
     return jobs
 
 

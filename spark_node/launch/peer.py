@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIServer
 
 import grpc
 import torch
@@ -76,6 +77,7 @@ class PeerJob:
     """The folder of this peer's checkpoints; None: it keeps none."""
     learner: Learner | None = None
     """Who makes its algorithm; None: run.algorithm says."""
+    metrics_port: int = 0
 
 
 class Progress:
@@ -312,11 +314,19 @@ class PeerProcess:
         target = f"{self._network.host}:{wanted}"
         raise ConfigError(f"network.port = {wanted}: {target} is in use or not here; choose another, or 0")
 
+    def _serve_metrics(self) -> WSGIServer:
+        host, port = self._network.host, self._job.metrics_port
+        try:
+            return serve(self._metrics, host, port)[0]
+        except OSError as error:
+            wrong = f"network.metrics_port = {port}: {host}:{port} cannot be had ({error.strerror})"
+            raise ConfigError(f"{wrong}; choose another, or 0") from None
+
     async def _work(self, port: int) -> None:
         job, config = self._job, self._config
         metrics_address, metrics_server = "", None
         if self._network.metrics:
-            metrics_server, _ = serve(self._metrics, self._network.host)
+            metrics_server = self._serve_metrics()
             metrics_address = f"{self._network.host}:{metrics_server.server_port}"
         line = Rendezvous(
             self._network.orchestrator,

@@ -1,0 +1,1 @@
+"""Peers on several hosts: what runs where, and the containers that run it."""

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.spark-installed
 
-.PHONY: venv demo test lint format bench studies-quick proto clean
+.PHONY: venv demo test test-docker docker-wheels docker-lock image lint format bench studies-quick proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -20,6 +20,18 @@ demo: venv  ## 20 peers learn handwritten digits together; a minute
 
 test: venv  ## the whole test suite
 	$(BIN)/python -m pytest -n auto --maxschedchunk 2 tests
+
+test-docker: venv  ## the network in real containers, with Prometheus; starts an engine where none runs (as root)
+	SPARK_TEST_DOCKER=1 $(BIN)/python -m pytest -rs --timeout 1200 tests/docker
+
+docker-wheels: venv  ## wheels for images that are built where no index can be reached
+	$(BIN)/python deploy/docker/wheels.py
+
+docker-lock: venv  ## the versions in images, anew
+	$(BIN)/python deploy/docker/lock.py
+
+image:  ## the image spark-dfl:latest, for docker-compose.yml
+	docker build -f deploy/docker/Dockerfile -t spark-dfl:latest .
 
 lint: venv  ## format, lint and types
 	$(BIN)/ruff format --check .

@@ -2,7 +2,8 @@
 
 Liars follow the protocol and lie in what they say: weights with the sign turned, random weights, weights ten times too
 large, packages with turned labels, all of it. Digits, in memory; accuracy is of the honest peers' mean model after the
-last round, as the mean over seeds. The robust setting is `robust.weights` as named, with `robust.packages` on.
+last round, as the mean over seeds; a network whose numbers overflow counts as one that guesses. The robust setting is
+`robust.weights` as named, with `robust.packages` on.
 """
 
 import statistics
@@ -75,13 +76,18 @@ def accuracy_of(config: Config, attack: str | None, liars: int) -> float:
     dataset, dealt = deal(config)
     run = MemoryRun(config, dataset, dealt)
     chosen = set(stream(config.run.seed, "liars").choice(config.run.nodes, liars, replace=False).tolist())
-    honest = []
+    honest, diverged = [], False
     for i, node in enumerate(run.nodes):
         if attack is not None and i in chosen:
             node.algorithm = Liar(node.algorithm, attack, config.run.seed, node.peer)
         elif i not in chosen:
             honest.append(node)
-    run.run(Silent())
+    try:
+        run.run(Silent())
+    except* ArithmeticError:
+        diverged = True
+    if diverged:
+        return 1 / dataset.classes
     models: Mapping[str, Any] = {node.peer: node.algorithm.weights for node in honest}
     return accuracy(run.module, mean_weights(list(models.values())), run.test_x, run.test_y)
 

@@ -330,6 +330,12 @@ class NetworkSettings:
     port: int = _number(0, 0, 65_535, "first port of the peers of a host, one after the other; 0 = free ones")
     orchestrator: str = _text("", "host:port of the orchestrator; empty = `run` starts one of its own")
     metrics: bool = _flag(True, "serve Prometheus metrics at /metrics of every peer and the orchestrator")
+    named_neighbours: int = _number(
+        32, 0, 100_000, "peers in a run up to which metrics tell bytes by neighbour; beyond, neighbours are summed"
+    )
+    bandwidth_budget: float = _number(
+        0.0, 0.0, 1e15, "bytes a second above which Prometheus warns that a peer sends too much; 0 = never; no limit"
+    )
     start_timeout: float = _number(60.0, 0.0, 86_400.0, "seconds after which training starts with the peers there are")
     lease: float = _number(60.0, 0.5, 86_400.0, "seconds after which a peer that does not renew is left out")
     deadline_floor: float = _number(30.0, 0.01, 86_400.0, "least seconds that a stage waits for its neighbours")

@@ -1,7 +1,8 @@
 """Every Prometheus series of a peer, in one place."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -9,39 +10,58 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from spark_node.config import Config
 from spark_node.memory import memory_of
 from spark_node.security.tls import Security
 from spark_node.transport.grpc import Traffic
 
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+BYTES = (1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6, 3e6, 1e7, 3e7, 1e8, 1e9)
 
 
 class Histogram:
-    """Counts of durations by bucket, without the locks of a library's own."""
+    """Counts of values by bucket, without the locks of a library's own."""
 
-    def __init__(self) -> None:
-        self.counts, self.sum = [0] * (len(BUCKETS) + 1), 0.0
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._bounds = bounds
+        self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[next((i for i, bound in enumerate(BUCKETS) if seconds <= bound), len(BUCKETS))] += 1
-        self.sum += seconds
+    def observe(self, value: float) -> None:
+        self.counts[next((i for i, bound in enumerate(self._bounds) if value <= bound), len(self._bounds))] += 1
+        self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
         total, found = 0, []
-        for bound, count in zip([*map(str, BUCKETS), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self.counts, strict=True):
             total += count
             found.append((bound, float(total)))
         return found
 
 
+ALL = "all"
+"""Stands for the neighbours where they are too many to be told apart."""
+
+
 class PeerMetrics(Collector):
-    """What a scrape sees; values are read when asked for, so that training pays nothing."""
+    """What a scrape sees; values are read when asked for, so that training pays nothing.
+
+    Every peer meets every other in the end, so a series for each pair of them would be a million in a run of 300: above
+    `network.named_neighbours` peers, counters sum over the neighbours. The histogram of bytes by edge is always there.
+    """
 
     def __init__(
-        self, peer: str, traffic: Traffic, security: Security, codec: Callable[[str], str] = lambda _: ""
+        self,
+        peer: str,
+        traffic: Traffic,
+        security: Security,
+        codec: Callable[[str], str] = lambda _: "",
+        config: Config | None = None,
     ) -> None:
+        config = config or Config()
         self._labels = {"peer": peer, "run": ""}
         self._traffic, self._security, self._codec = traffic, security, codec
+        self._named = config.run.nodes <= config.network.named_neighbours
+        self._rounds, self._budget = config.run.rounds, config.network.bandwidth_budget
         self.control: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Bytes sent to the orchestrator, and received from it."""
         self.cut_off: Callable[[], int] = lambda: 0
@@ -53,6 +73,7 @@ class PeerMetrics(Collector):
         """The round of the newest checkpoint, and how many could not be written."""
         self.stages: dict[str, Histogram] = {}
         self.rounds = Histogram()
+        self.edges: dict[str, Histogram] = {}
 
     def of_run(self, run: str) -> None:
         """The run is known once the orchestrator has said it."""
@@ -67,10 +88,17 @@ class PeerMetrics(Collector):
         for stage, value in stages.items():
             self.stages.setdefault(stage, Histogram()).observe(value)
 
+    def sent_in_round(self, edges: Mapping[tuple[str, str], int]) -> None:
+        """What a round has cost: bytes by (neighbour, kind)."""
+        for (_, kind), count in edges.items():
+            self.edges.setdefault(kind, Histogram(BYTES)).observe(count)
+
     def collect(self) -> list[Metric]:
         traffic = self._traffic
         found: list[Metric] = [
             self._gauge("spark_round", "The round that the peer has finished", self.round),
+            self._gauge("spark_rounds", "Rounds of the run", self._rounds),
+            self._gauge("spark_bandwidth_budget", "Bytes a second that the peer should not exceed", self._budget),
             self._counter("spark_neighbours_expected", "Neighbours due in all rounds so far", self.expected),
             self._counter("spark_neighbours_used", "Neighbours whose messages of a whole round were used", self.used),
         ]
@@ -83,8 +111,8 @@ class PeerMetrics(Collector):
         suspected = CounterMetricFamily(
             "spark_suspected", "Waits for a neighbour that were shortened", labels=[*self._labels, "neighbour"]
         )
-        for neighbour, value in list(traffic.suspected.items()):
-            suspected.add_metric([*self._labels.values(), neighbour], value)
+        for neighbour, value in self._told([((name,), n) for name, n in list(traffic.suspected.items())]).items():
+            suspected.add_metric([*self._labels.values(), *neighbour], value)
         found.append(suspected)
         found += self._strangers()
         found += [self._gauge(f"spark_{name}", f"{name} of the last round", v) for name, v in self.facts.items()]
@@ -93,6 +121,8 @@ class PeerMetrics(Collector):
         for name, value in memory_of("self").items():
             found.append(self._gauge(f"spark_memory_{name}", f"Memory of the process: {name}", value))
         found.append(self._histogram("spark_round_seconds", "Wall-clock time of a round", {"": self.rounds}, ""))
+        text = "Bytes to one neighbour in one round"
+        found.append(self._histogram("spark_edge_bytes", text, self.edges, "kind"))
         found.append(self._histogram("spark_stage_seconds", "Time of a part of a round", self.stages, "stage"))
         return found
 
@@ -113,7 +143,7 @@ class PeerMetrics(Collector):
         got = CounterMetricFamily("spark_received_bytes", "Bytes that came from gRPC and were taken", labels=names)
         families = ((sent, traffic.sent), (raw, traffic.raw), (count, traffic.messages), (got, traffic.received))
         for family, counter in families:
-            for (neighbour, kind), value in list(counter.items()):
+            for (neighbour, kind), value in self._told(list(counter.items())).items():
                 self._edge(family, kind, self._codec(kind), "peer", neighbour, value)
         for family, value in zip((sent, got), self.control(), strict=True):
             self._edge(family, "control", "protobuf", "orchestrator", "orchestrator", value)
@@ -123,6 +153,13 @@ class PeerMetrics(Collector):
         wire, plain = sum(traffic.sent.values()), sum(traffic.raw.values())
         ratio = self._gauge("spark_compression_ratio", "Raw bytes over wire bytes so far", plain / wire if wire else 0)
         return [sent, raw, count, got, ratio]
+
+    def _told(self, counts: Iterable[tuple[tuple[str, ...], int]]) -> dict[tuple[str, ...], int]:
+        """Counts by (neighbour, ...), with the neighbours summed where they are too many."""
+        summed: Counter[tuple[str, ...]] = Counter()
+        for (neighbour, *rest), value in counts:
+            summed[neighbour if self._named else ALL, *rest] += value
+        return dict(summed)
 
     def _edge(self, family: Metric, kind: str, codec: str, role: str, other: str, value: int) -> None:
         labels = {**self._labels, "kind": kind, "codec": codec, "role": role, "neighbour": other}

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 from grpc import aio
 
@@ -30,6 +31,24 @@ _ANSWER_SECONDS = 2.0
 
 class JoinRefused(ConfigError):
     """The orchestrator does not take this peer; the message says why and what to do."""
+
+
+async def patiently(target: str, call: Callable[[], Awaitable[Any]], patience: float) -> Any:
+    """The orchestrator's answer to a call, asked for again while it is away; ConfigError after `patience` seconds."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + patience
+    while True:
+        try:
+            return await call()
+        except aio.AioRpcError as error:
+            denied = error.code() is grpc.StatusCode.PERMISSION_DENIED
+            trouble = trouble_with(error) or (f"it refuses us: {error.details()}" if denied else "")
+            if trouble:
+                raise JoinRefused(f"network.orchestrator = {target!r}: {trouble}") from None
+            if loop.time() > end:
+                said = f"network.orchestrator = {target!r}: not reached in {patience:.0f} s"
+                raise ConfigError(f"{said} ({error.code().name}); is it running?") from None
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
 class Rendezvous:
@@ -70,7 +89,7 @@ class Rendezvous:
     async def ask_run(self, patience: float) -> str:
         """Which run the orchestrator has; waits for it up to `patience` seconds."""
         request = pb.DescribeRequest(version=2**63)
-        reply = await self._patiently(lambda: self._stub.Describe(request, timeout=_CALL_SECONDS), patience)
+        reply = await patiently(self._target, lambda: self._stub.Describe(request, timeout=_CALL_SECONDS), patience)
         self._count(request, reply)
         return str(reply.run.run)
 
@@ -80,7 +99,7 @@ class Rendezvous:
         loop = asyncio.get_running_loop()
         end = loop.time() + patience
         while True:
-            reply = await self._patiently(self._join, end - loop.time())
+            reply = await patiently(self._target, self._join, end - loop.time())
             # A name is free again when the lease of the process that had it has run out.
             if reply.refusal != pb.JOIN_REFUSAL_NAME_TAKEN or loop.time() > end:
                 break
@@ -90,22 +109,6 @@ class Rendezvous:
         self._take(reply)
         assert self.roster is not None
         return self.roster
-
-    async def _patiently(self, call: Callable[[], Awaitable[Any]], patience: float) -> Any:
-        """The answer to a call, asked for again while the orchestrator is away."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + patience
-        while True:
-            try:
-                return await call()
-            except aio.AioRpcError as error:
-                trouble = trouble_with(error)
-                if trouble:
-                    raise JoinRefused(f"network.orchestrator = {self._target!r}: {trouble}") from None
-                if loop.time() > end:
-                    said = f"network.orchestrator = {self._target!r}: not reached in {patience:.0f} s"
-                    raise ConfigError(f"{said} ({error.code().name}); is it running?") from None
-                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _join(self) -> "pb.JoinReply":
         version = self.roster.version if self.roster is not None else 0

@@ -14,6 +14,9 @@ from spark_node.privacy import refuse_hidden
 if TYPE_CHECKING:
     from spark_node.launch.peer import PeerJob
 
+_CLAIM_SECONDS = 5.0
+"""A host that takes over from one that is just ending waits so long for its block."""
+
 _EPILOG = """\
 examples:
   spark-dfl orchestrator --nodes 60 --host 10.0.0.1 --port 7000 --certs certs          on one machine
@@ -21,6 +24,9 @@ examples:
       --certs certs --set network.host=10.0.0.2                                        on a second one
   spark-dfl host --orchestrator 10.0.0.1:7000 --nodes 60 --first 30 --count 30 \\
       --certs certs --set network.host=10.0.0.3                                        on a third one
+
+  spark-dfl host --orchestrator 10.0.0.1:7000 --nodes 60 --claim /shared/claims --count 30 --certs certs \\
+      --set network.host=10.0.0.4                         one of several replicas, which share out the peers themselves
 
 All hosts of a run take the same settings: the same --config file is the simplest way. The dataset is looked for on
 each host; a peer only reads its own share of it. SIGTERM ends all peers cleanly."""
@@ -37,8 +43,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_peer_flags(parser)
     own = parser.add_argument_group("this host")
-    own.add_argument("--first", metavar="I", type=int, default=0, help="number of its first peer (default: 0)")
+    own.add_argument("--first", metavar="I", type=int, help="number of its first peer (default: 0)")
     own.add_argument("--count", metavar="K", type=int, help="peers on this host (default: all from --first on)")
+    own.add_argument(
+        "--claim",
+        metavar="DIR",
+        type=Path,
+        help="instead of --first: the first free block of --count peers, by locks in a folder that the hosts share",
+    )
     own.add_argument("--logs", metavar="DIR", default="host-logs", help="folder of logs (default: host-logs)")
     parser.set_defaults(func=command)
 
@@ -59,13 +71,19 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
 
 def peer_config(args: argparse.Namespace) -> Config:
     """The configuration of peers that join a run."""
+    config = joining_config(args)
+    refuse_hidden(config.privacy.sketch_secret)
+    return config
+
+
+def joining_config(args: argparse.Namespace) -> Config:
+    """The configuration of whoever joins a run: it names an orchestrator, and certificates unless they are off."""
     config = load_config(args)
     if args.orchestrator:
         config = config.replace(network__orchestrator=args.orchestrator)
     if not config.network.orchestrator:
         raise ConfigError("network.orchestrator = '': give --orchestrator HOST:PORT of the run's orchestrator")
     check_folder(config)
-    refuse_hidden(config.privacy.sketch_secret)
     return config
 
 
@@ -101,10 +119,28 @@ def jobs_of(config: Config, first: int, count: int, linger: float, checkpoints: 
     return [dataclasses.replace(job, linger=linger) for job in jobs]
 
 
+def _chosen(args: argparse.Namespace, config: Config) -> tuple[int, int] | None:
+    """The first of this host's peers and how many they are; None where replicas of this host have them all."""
+    if args.claim is None:
+        first = args.first or 0
+        return first, config.run.nodes - first if args.count is None else args.count
+    if args.first is not None or args.count is None:
+        raise ConfigError("--claim DIR: give --count K with it, and leave out --first")
+
+    from spark_node.launch.claims import claim
+
+    block = claim(args.claim, config.run.nodes, args.count, patience=_CLAIM_SECONDS)
+    return None if block is None else (block.first, block.count)
+
+
 def command(args: argparse.Namespace) -> int:
     """Fork the peers and watch them until they are done."""
     config = peer_config(args)
-    count = config.run.nodes - args.first if args.count is None else args.count
+    chosen = _chosen(args, config)
+    if chosen is None:
+        print(f"every peer has a host already ({args.claim}): nothing to do here", file=sys.stderr)
+        return 0
+    first, count = chosen
 
     import torch
 
@@ -112,7 +148,7 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.launch.logs import log_to
 
     torch.set_num_threads(1)
-    jobs = jobs_of(config, args.first, count, args.linger, Path(args.checkpoints))
+    jobs = jobs_of(config, first, count, args.linger, Path(args.checkpoints))
     log_to(None, config.network.log, "host")
     workers = config.run.workers or os.cpu_count() or 1
     network = config.network

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from spark_node import __version__
-from spark_node.cli import certs, chaos, compare, data, host, node, orchestrator, package, report, run
+from spark_node.cli import certs, chaos, compare, data, host, node, observe, orchestrator, package, report, run
 from spark_node.errors import UserError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
@@ -51,7 +51,7 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"spark-dfl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (run, compare, host, node, orchestrator, certs, report, data, package, chaos):
+    for module in (run, compare, host, node, observe, orchestrator, certs, report, data, package, chaos):
         module.add_parser(commands)
     return top
 

@@ -42,7 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     service.add_argument("--run-id", metavar="ID", help="name of the run (default: a new one)")
     service.add_argument("--host", metavar="HOST", help="listen there (setting network.host; default: 127.0.0.1)")
     for flag, text in (("--port", "for peers and observers"), ("--http-port", "for monitoring")):
-        service.add_argument(flag, metavar="PORT", type=_port, default=0, help=f"{text} (default: a free one)")
+        service.add_argument(flag, metavar="PORT", type=port, default=0, help=f"{text} (default: a free one)")
     service.add_argument(
         "--closed", action="store_true", help="refuse more than --nodes peers (default: late ones join)"
     )
@@ -68,7 +68,8 @@ def command(args: argparse.Namespace) -> int:
     return serve(config, run_id, port=args.port, http_port=args.http_port, closed=args.closed, ready=ready)
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
+    """A port as it is given on the command line."""
     if not (text.isascii() and text.isdecimal() and int(text) <= 65_535):
         raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 (a free one) to 65535")
     return int(text)

@@ -87,6 +87,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     for title, flags in _GROUPS.items():
         add_flags(parser, title, flags)
+    add_output(parser)
+    parser.set_defaults(func=command)
+
+
+def add_output(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """What a command takes that shows a run and writes its folder."""
     output = parser.add_argument_group("output")
     output.add_argument("--out", metavar="DIR", help="run folder (default: runs/DATASET-ALGORITHM-TIME)")
     output.add_argument("--quiet", action="store_true", help="no live view, only one line with the answer, on stderr")
@@ -94,7 +100,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     output.add_argument(
         "--no-report", action="store_true", help="no plots and no report.html; `spark-dfl report` makes them later"
     )
-    parser.set_defaults(func=command)
+    return output
 
 
 def command(args: argparse.Namespace) -> int:
@@ -108,7 +114,7 @@ def command(args: argparse.Namespace) -> int:
     resumed = _to_resume(args)
     config = load_config(args) if resumed is None else _with_secret(resumed.config)
     refuse_hidden(config.privacy.sketch_secret)
-    path = _new_folder(args.out, config) if resumed is None else resumed.path
+    path = new_folder(args.out, config) if resumed is None else resumed.path
     if resumed is None:
         check_is_free(path)
     topology.check(config.topology.kind, config.run.nodes, config.topology.degree)
@@ -117,16 +123,22 @@ def command(args: argparse.Namespace) -> int:
 
         check_device(config.run.device)
         dataset, partition = deal(config)
-        counts = [] if config.privacy.label_epsilon else _label_counts(dataset, partition)
-        command_line = shlex.join(["spark-dfl", *configuration.without_secret_arguments(args.argv)])
-        folder = RunFolder(path, config, command=command_line, label_counts=counts, resumed=resumed)
+        counts = label_counts(config, dataset, partition)
+        folder = RunFolder(path, config, command=command_line(args), label_counts=counts, resumed=resumed)
         status, failure = _train(config, dataset, partition, folder, shown)
-        shown.note("Writing the report")
-        run = folder.finish(status)
-        report = None if args.no_report else _write_report(run)
-        shown.finished(run, report)
+        return conclude(args, folder, shown, status, failure)
+
+
+def conclude(
+    args: argparse.Namespace, folder: "RunFolder", shown: "Display", status: str, failure: Exception | None
+) -> int:
+    """Write what is left to write and give the answer; the exit code."""
+    shown.note("Writing the report")
+    run = folder.finish(status)
+    report = None if args.no_report else write_report(run)
+    shown.finished(run, report)
     if failure is not None:
-        _complain(f"the run failed: {reason(failure)}; {path / ERROR_LOG} has the details")
+        _complain(f"the run failed: {reason(failure)}; {folder.path / ERROR_LOG} has the details")
     if args.json:
         print(json.dumps(run.summary, indent=2))
     return EXIT_CODES[status]
@@ -210,7 +222,7 @@ def _help(setting: configuration.Setting) -> str:
     return f"{setting.help} ({notes})".replace("%", "%%") if notes else setting.help.replace("%", "%%")
 
 
-def _new_folder(out: str | None, config: Config) -> Path:
+def new_folder(out: str | None, config: Config) -> Path:
     if out is not None:
         return Path(out)
     stem = f"{config.data.title}-{config.run.algorithm.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -239,9 +251,17 @@ def deal(config: Config) -> "tuple[Dataset, Partition]":
     return dataset, dealt
 
 
-def _label_counts(dataset: "Dataset", partition: "Partition") -> list[list[int]]:
+def command_line(args: argparse.Namespace) -> str:
+    """The command as it was given, for whoever wants to repeat it."""
+    return shlex.join(["spark-dfl", *configuration.without_secret_arguments(args.argv)])
+
+
+def label_counts(config: Config, dataset: "Dataset", partition: "Partition") -> list[list[int]]:
+    """How many samples of each label each peer holds; nothing where labels are private."""
     import numpy as np
 
+    if config.privacy.label_epsilon:
+        return []
     labels = dataset.train.labels
     return [np.bincount(labels[own], minlength=dataset.classes).tolist() for own in partition.indices]
 
@@ -279,24 +299,24 @@ def _train(
     except Exception as error:
         if not folder.has_started:
             raise
-        _log(error, folder.path)
+        log_failure(error, folder.path)
         return "failed", error
     keep_newest(folder.path / CHECKPOINTS)
     return "complete", None
 
 
-def _write_report(run: "Run") -> Path | None:
+def write_report(run: "Run") -> Path | None:
     """The report; a run that went well is not lost to a plot that did not."""
     try:
-        from spark_node.observe.report import write_report
+        from spark_node.observe import report
 
-        return write_report(run)
+        return report.write_report(run)
     except (Exception, KeyboardInterrupt) as error:
         _complain(f"no report: {reason(error)}; try again with: spark-dfl report {shlex.quote(str(run.path))}")
         return None
 
 
-def _log(error: Exception, folder: Path) -> None:
+def log_failure(error: Exception, folder: Path) -> None:
     with contextlib.suppress(OSError):
         (folder / ERROR_LOG).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
 

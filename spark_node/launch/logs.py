@@ -37,13 +37,16 @@ class Lines(logging.Formatter):
         self.converter = time.localtime
 
 
-def log_to(path: Path | None, form: str, peer: str, level: int = logging.INFO) -> None:
-    """Everything that this process logs goes to the file (or stderr) from now on, and what libraries print too."""
+def log_to(path: Path | None, form: str, peer: str, level: int = logging.INFO, *, alone: bool = True) -> None:
+    """Everything that this process logs goes to the file (or stderr) from now on.
+
+    What libraries print goes there too, unless the process is not `alone`: unless it shows something itself.
+    """
     target: TextIO = sys.stderr
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         target = path.open("a", encoding="utf-8", buffering=1)
-        for stream in (1, 2):
+        for stream in (1, 2) if alone else ():
             os.dup2(target.fileno(), stream)
     handler = logging.StreamHandler(target)
     handler.setFormatter(JsonLines(peer) if form == "json" else Lines(peer))

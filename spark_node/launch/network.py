@@ -9,7 +9,6 @@ import select
 import signal
 import time
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -25,16 +24,13 @@ from spark_node.errors import ConfigError
 from spark_node.launch.certificates import forget, secured
 from spark_node.launch.host import Host, fork
 from spark_node.launch.logs import log_to
+from spark_node.launch.observation import describe, make_observer
 from spark_node.launch.peer import PeerJob
 from spark_node.launch.pids import forget_pid, note_pid
 from spark_node.launch.samples import peer_samples
-from spark_node.learning.algorithms import make_terms
 from spark_node.membership import peer_names
-from spark_node.model import ParameterLayout
-from spark_node.observe.observer import Observer
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher
 from spark_node.observe.run_folder import CHECKPOINTS, new_run_id
-from spark_node.privacy import guarantee
 
 log = logging.getLogger(__name__)
 
@@ -223,10 +219,7 @@ def run_network(
     torch.set_num_threads(1)
     try:
         module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
-        samples = tuple(len(indices) for indices in partition.indices)
-        parameters = ParameterLayout.of(module).size
-        privacy = guarantee(config.privacy, partition.indices, dataset.classes)
-        watcher.started(RunInfo(parameters, config.run.nodes, samples, len(dataset.test.labels), privacy))
+        watcher.started(describe(config, dataset, partition, module))
         network = LocalNetwork(config, dataset, partition, module, folder, run_id=run_id, recorded=recorded)
         with network:
             _watch(_start_observer(network), network, watcher)
@@ -284,11 +277,7 @@ def _start_observer(network: LocalNetwork) -> tuple[Child, int]:
 async def _observe(network: LocalNetwork, watcher: Watcher) -> None:
     over: list[str] = []
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, over.append, "the host of the peers has ended")
-    layout, classes = ParameterLayout.of(network.module), network.dataset.classes
-    test = network.dataset.standardise(network.dataset.test.pixels), torch.from_numpy(network.dataset.test.labels)
-    config = without_sketch_secret(network.config)
-    terms = cache(lambda run: make_terms(config, run, layout, classes))
-    observer = Observer(config, network.orchestrator_address, terms, network.module, test, watcher)
+    observer = make_observer(network.config, network.orchestrator_address, network.dataset, network.module, watcher)
     await observer.follow(lambda: over[0] if over else None)
 
 

@@ -243,7 +243,8 @@ class PeerProcess:
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
         self._security = security_of(job.config.security, Role.PEER, job.name)
-        self._metrics = PeerMetrics(job.name, self._traffic, self._security, job.config.package.codec)
+        codec = job.config.package.codec
+        self._metrics = PeerMetrics(job.name, self._traffic, self._security, codec, job.config)
         self._progress = Progress(job.name, self._network.model_history)
         self._service = Service(self._progress, job.config.package.chunk_bytes, self._security, self._traffic)
         self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -411,6 +412,7 @@ class PeerProcess:
 
     def _report(self, k: int, result: RoundResult, seconds: float) -> "pb.RoundReport":
         sent, raw, messages = (self._since(n) for n in ("sent", "raw", "messages"))
+        self._metrics.sent_in_round(sent)
         edges = [
             pb.EdgeBytes(peer=peer, kind=kind, sent=count, raw=raw[peer, kind], messages=messages[peer, kind])
             for (peer, kind), count in sorted(sent.items())

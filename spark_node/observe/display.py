@@ -125,6 +125,10 @@ class PlainDisplay(QuietDisplay):
             self._reached = True
             self._line(f"target {wording.target(self._config.run.target_accuracy)} reached in round {record.round}")
 
+    def note(self, text: str) -> None:
+        if text:
+            self._wrapped(text)
+
     def finished(self, run: Run, report: Path | None) -> None:
         if run.status != "complete":
             self._wrapped(f"{wording.state(run)}.")
@@ -204,7 +208,7 @@ class LiveDisplay:
     def render(self) -> RenderableType:
         """The whole view, as it is now."""
         if self._info is None:
-            return Spinner("dots", Text(f"Preparing {wording.task(self._config)}", style="dim"))
+            return Spinner("dots", Text(self._note or f"Preparing {wording.task(self._config)}", style="dim"))
         # The last line is empty: a terminal that echoes ^C there does not shift the view.
         return Group(self._header(self._info), self._body(), Text(""), Padding(self._bars(), (0, 1)), Text(""))
 

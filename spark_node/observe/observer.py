@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,16 +14,19 @@ from grpc import aio
 from torch import Tensor, nn
 
 from spark_node.config import Config
+from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import orchestrator_pb2, orchestrator_pb2_grpc, peer_pb2, peer_pb2_grpc
 from spark_node.learning.messages import Weights
 from spark_node.observe.accuracy import accuracy, mean_weights
+from spark_node.observe.history import Round
 from spark_node.observe.records import RoundRecord, Watcher, from_facts
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import PackageError
 from spark_node.package.format import Terms
 from spark_node.package.reader import decode
+from spark_node.rendezvous import patiently
 from spark_node.security.identity import Role
-from spark_node.security.tls import OBSERVER, ORCHESTRATOR, security_of
+from spark_node.security.tls import OBSERVER, ORCHESTRATOR, Security, security_of
 from spark_node.transport.grpc import options
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,20 @@ class _Round:
     models: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+async def ask_run(config: Config, orchestrator: str, patience: float) -> str:
+    """Which run an orchestrator has; waits for it up to `patience` seconds, ConfigError after that."""
+    async with _line(security_of(config.security, Role.OBSERVER, OBSERVER), orchestrator) as channel:
+        stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+        request = orchestrator_pb2.DescribeRequest(version=2**63)
+        reply = await patiently(orchestrator, lambda: stub.Describe(request, timeout=10.0), patience)
+    return str(reply.run.run)
+
+
+def _line(security: Security, orchestrator: str) -> aio.Channel:
+    limit = [("grpc.max_receive_message_length", 2**25), ("grpc.max_reconnect_backoff_ms", 2000)]
+    return security.channel(orchestrator, Role.ORCHESTRATOR, ORCHESTRATOR, limit)
+
+
 class Observer:
     """Follows the peers that the orchestrator names until all of them have finished."""
 
@@ -50,7 +68,10 @@ class Observer:
         module: nn.Module,
         test: tuple[Tensor, Tensor],
         watcher: Watcher,
+        *,
+        recorded: Sequence[Round] = (),
     ) -> None:
+        """`recorded`: rounds that an observer before this one has told of; it goes on after them."""
         self._config, self._orchestrator, self._make_terms = config, orchestrator, terms
         self._module, self._test, self._watcher = module, test, watcher
         self._security = security_of(config.security, Role.OBSERVER, OBSERVER)
@@ -60,19 +81,28 @@ class Observer:
         self._members: dict[str, str] = {}
         self._gone: set[str] = set()
         self._control: dict[str, int] = {}
+        self._control_before = sum(r.bytes_sent.get("control", 0) for r in recorded)
         self._changed = asyncio.Event()
         self._pool = ThreadPoolExecutor(1)
         self._run, self._version, self._first = "", 0, 0
+        self._recorded = max((r.round for r in recorded), default=0)
         self._shown = (0, 0)
+        self._lines: set[str] = set()
+        self._heard = time.monotonic()
+        self._unreadable: dict[str, str] = {}
 
-    async def follow(self, alive: Callable[[], str | None]) -> None:
+    async def follow(self, alive: Callable[[], str | None] | None = None) -> None:
         """Until the last round is recorded; `alive` says why nothing more can come, or None."""
+        alive = self.over if alive is None else alive
         finding = asyncio.create_task(self._find_members())
-        began = time.time()
+        began: float | None = None
         try:
             await self._wait_for_start(alive)
-            for k in range(self._first, self._config.run.rounds + 1):
+            for k in range(max(self._first, self._recorded + 1), self._config.run.rounds + 1):
                 await self._wait_for(k, alive)
+                if self._ended_before(k):
+                    log.warning("every peer has finished, and none told of round %d", k)
+                    break
                 if not self._rounds[k].reports:
                     log.warning("round %d: every peer went past it without taking part; not recorded", k)
                     continue
@@ -120,6 +150,23 @@ class Observer:
         waited_for = set(self._members) - self._gone
         return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models)
 
+    def _ended_before(self, k: int) -> bool:
+        """Whether all are done and neither this round nor a later one has come: they were told to do fewer rounds."""
+        waited_for = set(self._members) - self._gone
+        done = {name for name, seen in self._progress.items() if seen.state == "finished"}
+        return waited_for <= done and not any(seen.reports for later, seen in self._rounds.items() if later >= k)
+
+    def over(self) -> str | None:
+        """Why nothing more can come of a network that others run, or None."""
+        if self._lines:
+            self._heard = time.monotonic()
+        silent = time.monotonic() - self._heard
+        if silent > self._config.network.lease:
+            return f"neither the orchestrator at {self._orchestrator} nor any peer has answered for {silent:.0f} s"
+        if self._first and not self._lines and not set(self._members) - self._gone:
+            return "every peer has left the run"
+        return None
+
     def _show(self, k: int) -> None:
         now = (k, len(self._rounds[k].models))
         if now != self._shown:
@@ -128,8 +175,7 @@ class Observer:
 
     async def _find_members(self) -> None:
         """Who takes part, from the orchestrator; while it is away, those that are known."""
-        limit = [("grpc.max_receive_message_length", 2**25)]
-        async with self._security.channel(self._orchestrator, Role.ORCHESTRATOR, ORCHESTRATOR, limit) as channel:
+        async with _line(self._security, self._orchestrator) as channel:
             stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
             while True:
                 try:
@@ -141,7 +187,7 @@ class Observer:
     async def _ask(self, stub: orchestrator_pb2_grpc.OrchestratorStub) -> None:
         request = orchestrator_pb2.DescribeRequest(version=self._version)
         reply = await stub.Describe(request, timeout=10.0)
-        self._run = reply.run.run
+        self._run, self._heard = reply.run.run, time.monotonic()
         if not reply.run.started or not reply.members.version:
             return
         self._version = reply.members.version
@@ -157,7 +203,7 @@ class Observer:
 
     async def _follow_peer(self, name: str) -> None:
         """One peer's progress, for as long as it is a member; a broken line is taken up again."""
-        after = 0
+        after = self._recorded
         while name not in self._gone:
             address = self._members[name]
             shows = self._security.expected(Role.PEER, name)
@@ -167,15 +213,20 @@ class Observer:
                     stub = peer_pb2_grpc.PeerStub(channel)
                     request = peer_pb2.FollowRequest(run=self._run, after_round=after)
                     async for progress in stub.Follow(request):
+                        self._lines.add(name)
                         if shows != self._security.expected(Role.PEER, name):
                             break  # revoked meanwhile
                         after = await self._take(stub, name, progress, after)
             except aio.AioRpcError:
                 await asyncio.sleep(0.3)
+            finally:
+                self._lines.discard(name)
 
     async def _take(self, stub: peer_pb2_grpc.PeerStub, name: str, progress: "peer_pb2.Progress", after: int) -> int:
+        newest = max((report.round for report in progress.rounds), default=0)
         for report in progress.rounds:
-            model = await self._model(stub, name, report.round)
+            held = report.round > newest - self._config.network.model_history
+            model = await self._model(stub, name, report.round) if held else None
             self._rounds[report.round].reports[name] = report
             self._rounds[report.round].models[name] = model
             after = max(after, report.round)
@@ -196,17 +247,24 @@ class Observer:
             found = decode(whole.finish(), terms, k=k, sender=name).message
         except PackageError as error:
             log.warning("%s handed out a model that cannot be read: %s", name, error)
+            self._unreadable[name] = str(error)
             return None
+        self._unreadable.pop(name, None)
         assert isinstance(found, Weights)
         return found.w
 
-    async def _record(self, k: int, began: float) -> float:
-        """Evaluate round k and tell the watcher."""
+    async def _record(self, k: int, began: float | None) -> float:
+        """Evaluate round k, which began when the one before had ended everywhere, and tell the watcher."""
         done = self._rounds.pop(k)
         finished = max(report.finished for report in done.reports.values())
+        if began is None:
+            began = min(report.finished - report.seconds for report in done.reports.values())
         start = time.perf_counter()
         models = {name: done.models[name] for name in sorted(done.models)}
         held = {name: w for name, w in models.items() if w is not None}
+        if not held and self._unreadable:
+            why = next(iter(self._unreadable.values()))
+            raise ConfigError(f"no model of round {k} can be read ({why}); give the settings with which the peers run")
         with_clients = self._config.run.evaluates_clients(k)
         scoring = asyncio.get_running_loop().run_in_executor(self._pool, self._score, held, with_clients)
         aggregated, clients = await scoring
@@ -221,6 +279,8 @@ class Observer:
         try:
             x, y = self._test
             held = list(models.values())
+            if not held:  # no peer has kept its model of this round
+                return math.nan, []
             clients = [accuracy(self._module, w, x, y) for w in held] if with_clients else []
             return accuracy(self._module, mean_weights(held), x, y), clients
         finally:
@@ -255,8 +315,8 @@ class Observer:
 
     def _control_since(self) -> int:
         now = {name: progress.control_bytes for name, progress in self._progress.items()}
-        gained = sum(count - self._control.get(name, 0) for name, count in now.items())
-        self._control = now
+        gained = sum(count - self._control.get(name, 0) for name, count in now.items()) - self._control_before
+        self._control, self._control_before = now, 0
         return max(gained, 0)
 
     def _memory(self) -> dict[str, int]:

@@ -49,11 +49,13 @@ class RunFolder:
         label_counts: Sequence[Sequence[int]] = (),
         clock: Callable[[], float] = time.monotonic,
         resumed: Run | None = None,
+        observed: str = "",
     ) -> None:
+        """`resumed`: the run so far, to go on with. `observed`: the run's identity, where others run it."""
         self.path = path
-        self._resumed = resumed
+        self._resumed, self._observed = resumed, bool(observed)
         self._resumes: list[dict[str, int]] = []
-        self.run_id = new_run_id() if resumed is None else read_run_id(path)
+        self.run_id = observed or (new_run_id() if resumed is None else read_run_id(path))
         self._config = config
         self._command = command
         self._label_counts = label_counts
@@ -122,9 +124,10 @@ class RunFolder:
         self._log.close()
         again = [r for r in recorded if r.round >= first]
         self._rounds = [r for r in recorded if r.round < first]
-        note = {"round": first, "repeated_rounds": len(again), "repeated_bytes": sum(r.bytes_total for r in again)}
-        self._resumes.append(note)
-        write_atomically(self.path / RESUMES, "".join(json.dumps(said) + "\n" for said in self._resumes))
+        if not self._observed:
+            note = {"round": first, "repeated_rounds": len(again), "repeated_bytes": sum(r.bytes_total for r in again)}
+            self._resumes.append(note)
+            write_atomically(self.path / RESUMES, "".join(json.dumps(said) + "\n" for said in self._resumes))
         write_atomically(self.path / ROUNDS, "".join(json.dumps(r.to_row()) + "\n" for r in self._rounds))
         self._log = (self.path / ROUNDS).open("a", encoding="utf-8")
         self._resumed = None
@@ -184,6 +187,17 @@ def load_resumable(path: Path) -> Run:
     if [r.round for r in run.rounds] != list(range(1, len(run.rounds) + 1)):
         whole = next(i for i, r in enumerate(run.rounds) if r.round != i + 1)
         run = replace(run, rounds=run.rounds[:whole])
+    return run
+
+
+def load_observed(path: Path, run_id: str) -> Run | None:
+    """What an observer has written of this run before; None for a new folder. UserError where it is of another run."""
+    if not path.is_dir() or not any(path.iterdir()):
+        check_is_free(path)
+        return None
+    run = load_run(path)
+    if read_run_id(path) != run_id:
+        raise UserError(f"--out {path}: holds run {read_run_id(path)}, not {run_id}; give a new folder")
     return run
 
 

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from spark_node.config import PackageSettings
+from spark_node.config import Config, PackageSettings
 from spark_node.metrics import PeerMetrics
 from spark_node.security.tls import Plaintext
 from spark_node.transport.grpc import Traffic
@@ -94,3 +94,35 @@ def test_rounds_and_what_they_found(metrics: PeerMetrics) -> None:
 def test_codec_in_a_word(settings: PackageSettings, name: str) -> None:
     assert settings.codec("package") == name
     assert settings.codec("weights") == "lossless"
+
+
+def test_a_large_run_does_not_get_a_series_for_each_pair_of_peers() -> None:
+    traffic = Traffic()
+    others = [f"peer-{i:03}" for i in range(1, 300)]
+    traffic.sent.update({(name, kind): 10 for name in others for kind in ("weights", "package")})
+    traffic.suspected.update(dict.fromkeys(others, 1))
+    few, many = Config().replace(run__nodes=32), Config().replace(run__nodes=300)
+    summed = scrape(PeerMetrics("peer-000", traffic, Plaintext(), config=many))
+    assert len([1 for labels, _ in summed["spark_sent_bytes_total"] if labels["role"] == "peer"]) == 2
+    assert value(summed["spark_sent_bytes_total"], kind="weights", neighbour="all") == 2990
+    assert value(summed["spark_suspected_total"], neighbour="all") == 299
+    named = scrape(PeerMetrics("peer-000", traffic, Plaintext(), config=few))
+    assert value(named["spark_sent_bytes_total"], kind="weights", neighbour="peer-299") == 10
+    assert sum(map(len, summed.values())) < 100
+
+
+def test_bytes_by_edge_are_a_histogram_of_each_round_and_neighbour(metrics: PeerMetrics) -> None:
+    metrics.sent_in_round({("b", "weights"): 900, ("c", "weights"): 250_000, ("b", "package"): 40})
+    metrics.sent_in_round({("d", "weights"): 1_000})
+    found = scrape(metrics)
+    assert value(found["spark_edge_bytes_bucket"], kind="weights", le="1000.0") == 2
+    assert value(found["spark_edge_bytes_bucket"], kind="weights", le="300000.0") == 3
+    assert value(found["spark_edge_bytes_sum"], kind="weights") == 251_900
+    assert value(found["spark_edge_bytes_count"], kind="package") == 1
+
+
+def test_what_alerts_need_to_know_of_the_settings() -> None:
+    config = Config().replace(run__rounds=30, network__bandwidth_budget=5e6)
+    found = scrape(PeerMetrics("a", Traffic(), Plaintext(), config=config))
+    assert value(found["spark_rounds"]) == 30
+    assert value(found["spark_bandwidth_budget"]) == 5e6

@@ -76,6 +76,9 @@ class RunSettings:
     transport: str = _choice("grpc", ("grpc", "memory"), "grpc: every peer a process of its own; memory: all in one")
     device: str = _text("cpu", "torch device of every peer: cpu, cuda, cuda:1, ...")
     workers: int = _number(0, 0, 1024, "peers that compute at once on this machine; 0 = one a core")
+    rank_timeout: float = _number(
+        120.0, 1.0, 86_400.0, "under torchrun: seconds after which a rank that does not answer ends the run"
+    )
     clients_every: int = _number(
         1, 1, 1_000_000, "rounds between evaluations of every peer's own model; the last is always evaluated"
     )

@@ -4,13 +4,14 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spark_node import config as configuration
 from spark_node.cli.run import FLAGS, add_flags, add_sources, given_settings
+from spark_node.distributed.place import place_of
 from spark_node.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ examples:
   spark-dfl compare --preset demo --algorithms spark,ntk-dfl --partitions iid,dirichlet:0.1 --seeds 0,1,2
   spark-dfl compare --preset demo --vary momentum.mu=0.5,0.9,0.99 --vary topology.degree=2,4
   spark-dfl compare benchmarks/studies/table1_rounds.toml --partitions file:a0.1.npz --seeds 0
+  torchrun --nproc-per-node 4 -m spark_node compare ... --transport memory --device cuda
+                                                     each run spread over four GPUs, one run after the other
 
 DIR gets compare.html, compare.md, compare.csv, compare.json, plots/ and a run folder for each run in cells/.
 exit codes: 0 done, 1 a run failed, 2 bad usage or a bad study file, 130 interrupted (what is finished is kept)"""
@@ -74,6 +77,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command(args: argparse.Namespace) -> int:
+    """The comparison; under torchrun rank 0 keeps it, and each of its runs is spread over all ranks."""
+    place = place_of()
+    if place is None:
+        return _compare(args)
+    from spark_node.distributed.cells import follow_cells, leading_cells
+
+    if place.rank > 0:
+        follow_cells(place)
+        return DONE
+    if args.jobs not in (None, 1):
+        raise UserError(f"--jobs {args.jobs}: under torchrun one run at a time is spread over all ranks; leave it out")
+    with leading_cells(place) as cells:
+        return _compare(args, {"announce": cells.announce, "ranks": place.local_size})
+
+
+def _compare(args: argparse.Namespace, spread: Mapping[str, Any] | None = None) -> int:
     """Read every study before the first run; then one after the other."""
     studies = _studies(args)
     flags = _flags(args)
@@ -88,7 +107,7 @@ def command(args: argparse.Namespace) -> int:
     for name, study in studies:
         folder = (root / name if several else root) if root else Path("runs", f"compare-{name}")
         results, written, interrupted = _one(
-            args, study, flags, folder, [*reuse, *([folder.parent] if several else [])]
+            args, study, flags, folder, [*reuse, *([folder.parent] if several else [])], spread
         )
         finished.append((name, results))
         data.append(written)
@@ -107,14 +126,20 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _one(
-    args: argparse.Namespace, study: "Study", flags: dict[str, Any], folder: Path, reuse: Sequence[Path]
+    args: argparse.Namespace,
+    study: "Study",
+    flags: dict[str, Any],
+    folder: Path,
+    reuse: Sequence[Path],
+    spread: Mapping[str, Any] | None,
 ) -> "tuple[Results, dict[str, Any], bool]":
     """Run one study and write what there is, whether or not it came to its end."""
     from spark_node.compare import output, progress
     from spark_node.compare.results import Results
     from spark_node.compare.runner import Runner
 
-    runner = Runner(folder, study.cells(flags), args.jobs or study.jobs, reuse)
+    jobs = 1 if spread else args.jobs or study.jobs
+    runner = Runner(folder, study.cells(flags), jobs, reuse, **(spread or {}))
     with progress.choose(study.title, args.quiet) as shown:
         outcomes, interrupted = runner.run(shown)
     results = Results(study, outcomes, runner.jobs)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_node import config as configuration
 from spark_node.config import Config
+from spark_node.distributed.place import Place, device_of, place_of
 from spark_node.errors import ConfigError, UserError
 from spark_node.privacy import refuse_hidden
 
@@ -66,6 +67,8 @@ examples:
   spark-dfl run --config runs/wide/config.toml          the same run again
   spark-dfl run --resume runs/wide                      go on after a crash, a kill or Ctrl-C
   spark-dfl run --preset demo --quiet --json            only the summary, as JSON, on stdout
+  torchrun --nproc-per-node 4 -m spark_node run --transport memory --device cuda --preset paper
+                                                        the peers spread over four GPUs (docs/operations.md)
 
 exit codes: 0 done, 1 the run failed, 2 bad usage or bad input, 130 interrupted (finished rounds are kept)"""
 
@@ -111,9 +114,16 @@ def command(args: argparse.Namespace) -> int:
     from spark_node.observe import display
     from spark_node.observe.run_folder import RunFolder, check_is_free
 
+    place = place_of()
+    if place is not None and place.rank > 0:
+        return _follow(args, place)
     resumed = _to_resume(args)
     config = load_config(args) if resumed is None else _with_secret(resumed.config)
     refuse_hidden(config.privacy.sketch_secret)
+    if place is not None:
+        from spark_node.distributed.spread import check_spread
+
+        check_spread(config, place)
     path = new_folder(args.out, config) if resumed is None else resumed.path
     if resumed is None:
         check_is_free(path)
@@ -121,11 +131,11 @@ def command(args: argparse.Namespace) -> int:
     with display.choose(config, quiet=args.quiet, silent=args.quiet and args.json) as shown:
         from spark_node.launch.devices import check_device
 
-        check_device(config.run.device)
+        check_device(config.run.device if place is None else device_of(config.run.device, place))
         dataset, partition = deal(config)
         counts = label_counts(config, dataset, partition)
         folder = RunFolder(path, config, command=command_line(args), label_counts=counts, resumed=resumed)
-        status, failure = _train(config, dataset, partition, folder, shown)
+        status, failure = _train(config, dataset, partition, folder, shown, place)
         return conclude(args, folder, shown, status, failure)
 
 
@@ -266,8 +276,36 @@ def label_counts(config: Config, dataset: "Dataset", partition: "Partition") -> 
     return [np.bincount(labels[own], minlength=dataset.classes).tolist() for own in partition.indices]
 
 
+def _follow(args: argparse.Namespace, place: Place) -> int:
+    """Every other rank of a run under torchrun: train this rank's peers; rank 0 shows and writes."""
+    from spark_node.distributed.spread import check_spread, run_spread
+    from spark_node.launch.devices import check_device
+    from spark_node.observe.run_folder import CONFIG
+
+    file = Path(args.resume, CONFIG) if args.resume else None
+    config = load_config(args) if file is None else _with_secret(configuration.load(file=file, environment={}))
+    check_spread(config, place)
+    check_device(device_of(config.run.device, place))
+    dataset, partition = deal(config)
+    try:
+        run_spread(config, dataset, partition, place)
+    except KeyboardInterrupt:
+        return EXIT_CODES["interrupted"]
+    except UserError:
+        raise
+    except Exception as error:
+        _complain(f"rank {place.rank}: {reason(error)}")
+        return EXIT_CODES["failed"]
+    return EXIT_CODES["complete"]
+
+
 def _train(
-    config: Config, dataset: "Dataset", partition: "Partition", folder: "RunFolder", shown: "Display"
+    config: Config,
+    dataset: "Dataset",
+    partition: "Partition",
+    folder: "RunFolder",
+    shown: "Display",
+    place: Place | None = None,
 ) -> tuple[str, Exception | None]:
     """How the run ended, and why if it failed; an error from before its start is raised as it is."""
     from spark_node.checkpoint import keep_newest
@@ -276,7 +314,12 @@ def _train(
 
     watchers = Together(folder, shown)
     try:
-        if config.run.transport == "memory":
+        if place is not None:
+            from spark_node.distributed.spread import run_spread
+
+            kept = folder.path, folder.run_id, folder.recorded
+            run_spread(config, dataset, partition, place, watchers, *kept)
+        elif config.run.transport == "memory":
             from spark_node.launch.memory import run_in_memory
 
             run_in_memory(config, dataset, partition, watchers, folder.path, folder.run_id, folder.recorded)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from spark_node.observe.run_folder import CONFIG, ROUNDS, SUMMARY, load_run
 
 CELLS, CONFIGS, LOGS, ASIDE, LOCK = "cells", "configs", "logs", "aside", ".lock"
 RUN = (sys.executable, "-m", "spark_node", "run")
+Announce = Callable[[Sequence[str]], Mapping[str, str]]
 _POLL_SECONDS = 0.3
 _GRACE_SECONDS = 20.0
 
@@ -72,8 +73,13 @@ class Runner:
         jobs: int | None = None,
         reuse: Sequence[Path] = (),
         command: Sequence[str] = RUN,
+        *,
+        announce: Announce | None = None,
+        ranks: int = 1,
     ) -> None:
+        """`announce` is told each command before it starts here, and gives what its environment needs."""
         self._command = command
+        self._announce, self._ranks = announce, ranks
         self._folder = folder
         self._cells = cells
         self._jobs = jobs
@@ -153,18 +159,19 @@ class Runner:
     def _start(self, cell: Cell, jobs: int) -> None:
         for part in (CELLS, CONFIGS, LOGS):
             (self._folder / part).mkdir(parents=True, exist_ok=True)
-        settings = replace(cell.config.run, workers=resources.workers(cell.config, jobs))
+        settings = replace(cell.config.run, workers=resources.workers(cell.config, jobs * self._ranks))
         file = self._folder / CONFIGS / f"{cell.name}.toml"
         file.write_text(configuration.to_toml(replace(cell.config, run=settings)), encoding="utf-8")
         out = self._folder / CELLS / cell.name
         command = [*self._command, "--config", str(file), "--out", str(out), "--quiet", "--json", "--no-report"]
+        needed = self._announce(command) if self._announce is not None else {}
         with (self._folder / LOGS / f"{cell.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                env=_environment(),
+                env={**_environment(), **needed},
                 start_new_session=True,
             )
         self._started[cell.name] = (cell, process, time.monotonic())

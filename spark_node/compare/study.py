@@ -17,7 +17,7 @@ PUBLISHED = ("rounds_to_target", "accuracy", "clients")
 
 _METHOD = ("learning", "local", "momentum", "distillation", "package")
 """Sections that say how a method learns; what else a value's preset says is about its network and is left out."""
-_HARMLESS: dict[str, Any] = {"run__workers": 0, "data__folder": ""}
+_HARMLESS: dict[str, Any] = {"run__workers": 0, "run__rank_timeout": 120.0, "data__folder": ""}
 """Settings that change neither the figures nor the weights of a run."""
 _SWEPT = {"algorithm": "run.algorithm", "partition": "data.partition"}
 

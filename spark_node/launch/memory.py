@@ -6,8 +6,9 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,21 @@ from spark_node.transport.memory import MemoryNetwork
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What the peers of this process have to tell of a round."""
+
+    results: list[RoundResult]
+    aggregated: float
+    clients: list[float]
+    sent: dict[str, int]
+
+
 class MemoryRun:
-    """The network and its observer. `nodes` stays readable after the run: tests and notebooks look inside."""
+    """The network and its observer. `nodes` stays readable after the run: tests and notebooks look inside.
+
+    `own`: which of the run's peers are here, all of them unless a run is spread over several processes.
+    """
 
     def __init__(
         self,
@@ -47,6 +61,8 @@ class MemoryRun:
         *,
         module: nn.Module | None = None,
         learner: Learner = make_algorithm,
+        own: range | None = None,
+        network: MemoryNetwork | None = None,
     ) -> None:
         """`module`: a model with its initial weights; `learner`: who makes the algorithms."""
         self.config, self._learner = config, learner
@@ -54,7 +70,7 @@ class MemoryRun:
         if module is None:
             module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
         self.module = module.to(device)
-        self.network = MemoryNetwork()
+        self.network = network or MemoryNetwork()
         self.test_x = dataset.standardise(dataset.test.pixels).to(device)
         self.test_y = torch.from_numpy(dataset.test.labels).to(device)
         self.samples = tuple(len(indices) for indices in partition.indices)
@@ -66,14 +82,15 @@ class MemoryRun:
         self.nodes: list[Node] = []
         self._samples: list[PeerSamples] = []
         self._stores: dict[str, Store] = {}
+        here = [(names[i], partition.indices[i]) for i in (range(len(names)) if own is None else own)]
         if checkpoints is not None and config.checkpoint.enabled:
-            owners = [Owner(run_id, name, signature(config, self.module)) for name in names]
+            owners = [Owner(run_id, name, signature(config, self.module)) for name, _ in here]
             self._stores = {o.peer: Store(checkpoints / o.peer, o, config.checkpoint.keep) for o in owners}
-        for name, indices in zip(names, partition.indices, strict=True):
+        for name, indices in here:
             kept = checkpoints / name if self._stores and checkpoints is not None else None
             self._samples.append(peer_samples(config, name, dataset, indices, kept))
-            own = self._samples[-1]
-            self.nodes.append(self._node(name, own.inputs, own.labels, dataset.classes))
+            samples = self._samples[-1]
+            self.nodes.append(self._node(name, samples.inputs, samples.labels, dataset.classes))
 
     def _node(self, name: str, x: Tensor, y: Tensor, classes: int) -> Node:
         timings = Timings()
@@ -88,8 +105,16 @@ class MemoryRun:
 
     def resume(self, recorded: int) -> int:
         """Take up the newest state that every peer has and that the records reach up to; the round it is of, or 0."""
+        k = max((k for k in self._held() if k <= recorded), default=0)
+        self._take_up(k)
+        return k
+
+    def _held(self) -> set[int]:
+        """Rounds of which every peer here has a checkpoint."""
         held = [set(store.rounds) for store in self._stores.values()]
-        k = max((k for k in set.intersection(*held) if k <= recorded), default=0) if held else 0
+        return set.intersection(*held) if held else set()
+
+    def _take_up(self, k: int) -> None:
         for node in self.nodes:
             if node.peer not in self._stores:
                 continue
@@ -99,7 +124,6 @@ class MemoryRun:
                 node.algorithm.restore(part_of(checkpoint.state, "algorithm"))
                 if node.peer in self.network.codecs:
                     self.network.codecs[node.peer].restore(part_of(checkpoint.state, "codec"))
-        return k
 
     def _save(self, k: int) -> None:
         """Every peer's checkpoint; a disk that is full costs them, not the training."""
@@ -118,7 +142,7 @@ class MemoryRun:
     def run(self, watcher: Watcher, first: int = 1) -> None:
         """All rounds. One torch thread a worker: many peers at once beat many threads a peer."""
         parameters = model.flatten(self.module).numel()
-        info = RunInfo(parameters, len(self.nodes), self.samples, len(self.test_y), self.privacy)
+        info = RunInfo(parameters, self.config.run.nodes, self.samples, len(self.test_y), self.privacy)
         watcher.started(info)
         for samples in self._samples:
             samples.keep()
@@ -126,9 +150,12 @@ class MemoryRun:
         torch.set_num_threads(1)
         try:
             with ThreadPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,)) as self._pool:
-                asyncio.run(self._rounds(watcher, first))
+                asyncio.run(self._drive(watcher, first))
         finally:
             torch.set_num_threads(threads)
+
+    async def _drive(self, watcher: Watcher, first: int) -> None:
+        await self._rounds(watcher, first)
 
     async def _rounds(self, watcher: Watcher, first: int) -> None:
         for k in range(first, self.config.run.rounds + 1):
@@ -136,32 +163,45 @@ class MemoryRun:
             results = await self._round(k, watcher)
             trained = time.perf_counter()
             await self._compute(self._save, k)
-            aggregated, clients = await self._evaluate(self.config.run.evaluates_clients(k))
+            aggregated, clients = await self._evaluate(k, self.config.run.evaluates_clients(k))
             sent = {kind: count - before[kind] for kind, count in self.network.bytes_sent.items()}
-            watcher.round_done(_record(k, results, aggregated, clients, sent, start, trained))
-            if self.config.run.ends_with(aggregated):
+            finished = Finished(results, aggregated, clients, sent)
+            if not await self._conclude(k, finished, watcher, start, trained):
                 return
 
+    async def _conclude(self, k: int, finished: Finished, watcher: Watcher, start: float, trained: float) -> bool:
+        """Tell of a round; whether another one is wanted."""
+        watcher.round_done(_record(k, finished, start, trained))
+        return not self.config.run.ends_with(finished.aggregated)
+
     async def _round(self, k: int, watcher: Watcher) -> list[RoundResult]:
-        done = 0
+        self._done = 0
 
         async def one(node: Node) -> RoundResult:
-            nonlocal done
             result = await node.round(k)
-            done += 1
-            watcher.progress(k, done, len(self.nodes))
+            self._progress(k, watcher)
             return result
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(node)) for node in self.nodes]
         return [task.result() for task in tasks]
 
-    async def _evaluate(self, with_clients: bool) -> tuple[float, list[float]]:
+    def _progress(self, k: int, watcher: Watcher) -> None:
+        """One more peer has finished the round."""
+        self._done += 1
+        watcher.progress(k, self._done, self.config.run.nodes)
+
+    async def _evaluate(self, k: int, with_clients: bool) -> tuple[float, list[float]]:
         """Accuracy of the mean model and, where asked for, of every peer's own, on the whole test set."""
         models = [node.algorithm.weights for node in self.nodes]
-        jobs = [self._compute(self._score, w) for w in [mean_weights(models), *(models if with_clients else ())]]
-        aggregated, *clients = await asyncio.gather(*jobs)
+        aggregated, *clients = await asyncio.gather(
+            self._aggregated(k, models), *(self._compute(self._score, w) for w in models if with_clients)
+        )
         return aggregated, clients
+
+    async def _aggregated(self, k: int, models: Sequence[Tensor]) -> float:
+        score: float = await self._compute(self._score, mean_weights(models))
+        return score
 
     def _score(self, w: Tensor) -> float:
         return accuracy(_private_copy(self.module), w, self.test_x, self.test_y)
@@ -186,25 +226,18 @@ def _private_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module)
 
 
-def _record(
-    k: int,
-    results: list[RoundResult],
-    aggregated: float,
-    clients: list[float],
-    sent: dict[str, int],
-    start: float,
-    trained: float,
-) -> RoundRecord:
+def _record(k: int, finished: Finished, start: float, trained: float) -> RoundRecord:
     stages: dict[str, float] = defaultdict(float)
+    results = finished.results
     for result in results:
         for stage, seconds in result.seconds.items():
             stages[stage] += seconds
     now = time.perf_counter()
     return RoundRecord(
         round=k,
-        aggregated_accuracy=aggregated,
-        client_accuracy=tuple(clients),
-        bytes_sent=sent,
+        aggregated_accuracy=finished.aggregated,
+        client_accuracy=tuple(finished.clients),
+        bytes_sent=finished.sent,
         seconds={"round": now - start, "training": trained - start, "evaluation": now - trained, **stages},
         neighbours_expected=sum(result.expected for result in results),
         neighbours_used=sum(result.used for result in results),

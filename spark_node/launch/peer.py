@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
@@ -30,6 +30,7 @@ from spark_node.launch.turns import Turns
 from spark_node.learning.algorithm import Learner
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.messages import Weights
+from spark_node.learning.solver import HERE
 from spark_node.membership import Roster
 from spark_node.memory import give_back, memory_of
 from spark_node.metrics import PeerMetrics, serve
@@ -44,6 +45,9 @@ from spark_node.rendezvous import Rendezvous
 from spark_node.security.identity import Identity, Role
 from spark_node.security.tls import NotAllowed, Security, security_of
 from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, GrpcTransport, Traffic, server_options
+
+if TYPE_CHECKING:
+    from spark_node.distributed.sharded import Lead
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +74,8 @@ class PeerJob:
     """Seconds to go on answering after the last round; None: until SIGTERM."""
     checkpoints: Path | None = None
     """The folder of this peer's checkpoints; None: it keeps none."""
-    learner: Learner = make_algorithm
-    """Who makes its algorithm."""
+    learner: Learner | None = None
+    """Who makes its algorithm; None: run.algorithm says."""
 
 
 class Progress:
@@ -238,8 +242,10 @@ class Service:
 class PeerProcess:
     """Everything between the start and the end of one peer."""
 
-    def __init__(self, job: PeerJob, turns: Turns | None = None, order: Path | None = None) -> None:
-        self._job, self._turns, self._order = job, turns, order
+    def __init__(
+        self, job: PeerJob, turns: Turns | None = None, order: Path | None = None, lead: "Lead | None" = None
+    ) -> None:
+        self._job, self._turns, self._order, self._lead = job, turns, order, lead
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
         self._security = security_of(job.config.security, Role.PEER, job.name)
@@ -270,6 +276,8 @@ class PeerProcess:
         server, port = await self._serve()
         work = loop.create_task(self._work(port))
         stop = loop.create_task(self._stop.wait())
+        if self._lead is not None:
+            self._lead.on_lost = lambda error: loop.call_soon_threadsafe(self._stop.set)  # told by whoever has the lead
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -366,7 +374,8 @@ class PeerProcess:
         transport.on_newer_members = line.hurry
         self._metrics.cut_off = lambda: transport.guard.cut_off(transport.mailbox.round)
         self._service.terms, self._service.transport = terms, transport
-        algorithm = job.learner(config, job.name, job.module, job.inputs, job.labels, self._timings)
+        parts = config, job.name, job.module, job.inputs, job.labels, self._timings
+        algorithm = make_algorithm(*parts, self._lead or HERE) if job.learner is None else job.learner(*parts)
         transport.stages = algorithm.stages
         node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
         recovery = Recovery(node, codec, transport, line, store, config.checkpoint, self._compute, classes=job.classes)
@@ -458,11 +467,14 @@ class PeerProcess:
                 give_back()
 
 
-def run_peer(job: PeerJob, turns: Turns | None, order: Path | None = None) -> None:
-    """Blocks until the peer is done or was told to stop. `order`: where network.chaos looks for its faults."""
+def run_peer(job: PeerJob, turns: Turns | None, order: Path | None = None, lead: "Lead | None" = None) -> None:
+    """Blocks until the peer is done or was told to stop. `order`: where network.chaos looks for its faults.
+
+    `lead`: of the ranks that hold this peer's kernels, where there are several; it ends the peer if one is lost.
+    """
     torch.set_num_threads(1)
-    asyncio.run(_run(job, turns, order))
+    asyncio.run(_run(job, turns, order, lead))
 
 
-async def _run(job: PeerJob, turns: Turns | None, order: Path | None) -> None:
-    await PeerProcess(job, turns, order).run()
+async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None") -> None:
+    await PeerProcess(job, turns, order, lead).run()

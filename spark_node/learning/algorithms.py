@@ -11,6 +11,7 @@ from spark_node.errors import ConfigError
 from spark_node.learning.algorithm import Algorithm, Learner, Stopwatch, no_stopwatch
 from spark_node.learning.gossip_sgd import GossipSgd
 from spark_node.learning.jacobian import Form
+from spark_node.learning.solver import HERE, Solver
 from spark_node.learning.spark import Spark, without_acceleration
 from spark_node.model import ParameterLayout
 from spark_node.package import planner
@@ -27,6 +28,7 @@ def make_algorithm(
     inputs: Tensor,
     labels: Tensor,
     stopwatch: Stopwatch = no_stopwatch,
+    solver: Solver = HERE,
 ) -> Algorithm:
     """The learner of one peer as run.algorithm names it."""
     if ":" in config.run.algorithm:
@@ -38,7 +40,7 @@ def make_algorithm(
     wire_form: Form = planner.forms(module, inputs[0], settings) if form == "auto" else form
     if config.run.algorithm == "ntk-dfl":
         config = without_acceleration(config)
-    return Spark(config, peer, module, inputs, labels, stopwatch, projection=projection, form=wire_form)
+    return Spark(config, peer, module, inputs, labels, stopwatch, projection=projection, form=wire_form, solver=solver)
 
 
 def own_algorithm(

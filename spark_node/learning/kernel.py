@@ -53,6 +53,19 @@ class NeighbourhoodKernel:
         outputs = [layer.push(w) for layer in self.linear]
         return torch.stack([*outputs, self._push_other(w)]).sum(0)
 
+    def trace(self) -> Tensor:
+        """(1/C) sum_c J_c J_c^T, [N, N]."""
+        matrix = self._like.new_zeros(self.samples, self.samples)
+        for layer in self.linear:
+            inputs = gram(layer.inputs[:, 0])
+            if layer.bias is not None:
+                inputs += 1
+            signals = _signal_trace(layer.signals)
+            matrix += inputs if signals is None else inputs.mul_(signals)
+        for parts in self.other:
+            _add_dense_trace(matrix, parts, self.classes)
+        return matrix
+
     def _pull_other(self, residual: Tensor, into: Tensor) -> None:
         rows = residual.split(self.sizes)
         for parts in self.other:
@@ -92,15 +105,7 @@ class TraceKernel(NeighbourhoodKernel):
 
     def __init__(self, jacobians: Sequence[Jacobian]) -> None:
         super().__init__(jacobians)
-        self.matrix = self._like.new_zeros(self.samples, self.samples)
-        for layer in self.linear:
-            inputs = gram(layer.inputs[:, 0])
-            if layer.bias is not None:
-                inputs += 1
-            signals = _signal_trace(layer.signals)
-            self.matrix += inputs if signals is None else inputs.mul_(signals)
-        for parts in self.other:
-            _add_dense_trace(self.matrix, parts, self.classes)
+        self.matrix = self.trace()
 
     def apply(self, residual: Tensor) -> Tensor:
         """K r. The matrix is symmetric, and a product from the left with C long rows is the faster one."""

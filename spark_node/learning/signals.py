@@ -37,6 +37,10 @@ class Signals(ABC):
     def narrow(self, start: int, stop: int) -> "Signals":
         """The samples start..stop."""
 
+    @abstractmethod
+    def outputs(self, start: int, stop: int) -> "Signals":
+        """Of the layer's outputs start..stop only: [N, C, P, stop - start]."""
+
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
@@ -70,6 +74,9 @@ class IdentitySignals(Signals):
     def narrow(self, start: int, stop: int) -> "IdentitySignals":
         return IdentitySignals(stop - start, self.like)
 
+    def outputs(self, start: int, stop: int) -> "ExplicitSignals":
+        return ExplicitSignals(self.explicit()[..., start:stop].contiguous())
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
@@ -101,6 +108,9 @@ class ChainedSignals(Signals):
     def narrow(self, start: int, stop: int) -> "ChainedSignals":
         return ChainedSignals(self.above.narrow(start, stop), self.weight, self.slopes[start:stop])
 
+    def outputs(self, start: int, stop: int) -> "ChainedSignals":
+        return ChainedSignals(self.above, self.weight[:, start:stop], self.slopes[:, start:stop])
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.slopes,)
@@ -130,6 +140,9 @@ class ExplicitSignals(Signals):
 
     def narrow(self, start: int, stop: int) -> "ExplicitSignals":
         return ExplicitSignals(self.values[start:stop])
+
+    def outputs(self, start: int, stop: int) -> "ExplicitSignals":
+        return ExplicitSignals(self.values[..., start:stop])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -170,6 +183,9 @@ class SegmentedSignals(Signals):
                 kept.append(part.narrow(low, high))
             offset += part.shape[0]
         return SegmentedSignals(tuple(kept))
+
+    def outputs(self, start: int, stop: int) -> "SegmentedSignals":
+        return SegmentedSignals(tuple(part.outputs(start, stop) for part in self.parts))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -12,11 +13,11 @@ from torch.func import functional_call
 from spark_node.config import Config
 from spark_node.learning import distillation, momentum, schedules
 from spark_node.learning.algorithm import Stopwatch, no_stopwatch
-from spark_node.learning.evolution import LOSSES, KernelOperator, Trajectory, choose_by_loss, evolve
+from spark_node.learning.evolution import LOSSES, KernelOperator, Trajectory, choose_by_loss
 from spark_node.learning.jacobian import Form, jacobian
-from spark_node.learning.kernel import KERNELS
 from spark_node.learning.messages import Message, Package, Weights
 from spark_node.learning.robust import average, screen
+from spark_node.learning.solver import HERE, Solver
 from spark_node.learning.state import taken_up
 from spark_node.model import ParameterLayout, flatten
 from spark_node.package.projection import Projection, ProjectionSpec
@@ -37,6 +38,7 @@ class Spark:
         *,
         projection: Projection | None = None,
         form: Form | None = None,
+        solver: Solver = HERE,
     ) -> None:
         self.config, self.peer, self.module = config, peer, module
         self.inputs, self.labels = inputs, labels
@@ -49,6 +51,7 @@ class Spark:
         self.projection = projection or Projection(self.layout, ProjectionSpec(), config.run.seed)
         self._form = form or config.learning.jacobian
         self._stopwatch = stopwatch
+        self._solver = solver
         self._requests: dict[str, Tensor] = {}
         self._own: Package | None = None
         self._facts: dict[str, float] = {}
@@ -155,23 +158,25 @@ class Spark:
         settings = self.config.learning
         eta = schedules.learning_rate(settings, k)
         alpha, tau = distillation.schedule(self.config.distillation, k, self.config.run.rounds)
-        with self._stopwatch("kernel"):
-            kernel = KERNELS[schedules.kernel(settings, k)]([p.jacobian for p in packages.values()])
         f0 = torch.cat([p.jacobian.logits for p in packages.values()])
         hard = nn.functional.one_hot(torch.cat([p.labels for p in packages.values()]), f0.shape[1]).to(f0)
-        with self._stopwatch("evolution"):
-            trajectory = evolve(
-                kernel,
-                f0,
-                distillation.target(hard, f0, alpha, tau),
-                eta=eta,
-                timesteps=settings.timesteps,
-                integrator=settings.integrator,
-                tolerance=settings.tolerance,
-                loss=settings.loss,
-            )
-        with self._stopwatch("back-projection"):
-            chosen, loss, self.delta = self._select(k, kernel, trajectory, eta, hard, packages)
+        with ExitStack() as held:
+            with self._stopwatch("kernel"):
+                jacobians = [p.jacobian for p in packages.values()]
+                kernel = held.enter_context(self._solver.kernel(schedules.kernel(settings, k), jacobians))
+            with self._stopwatch("evolution"):
+                trajectory = self._solver.evolve(
+                    kernel,
+                    f0,
+                    distillation.target(hard, f0, alpha, tau),
+                    eta=eta,
+                    timesteps=settings.timesteps,
+                    integrator=settings.integrator,
+                    tolerance=settings.tolerance,
+                    loss=settings.loss,
+                )
+            with self._stopwatch("back-projection"):
+                chosen, loss, self.delta = self._select(k, kernel, trajectory, eta, hard, packages)
         self.w, self.v = momentum.step(self.config.momentum.kind, self.config.momentum.mu, self.w, self.v, self.delta)
         self._facts = {
             "loss": loss,

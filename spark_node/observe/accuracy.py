@@ -22,7 +22,17 @@ def accuracy(module: nn.Module, w: Tensor, x: Tensor, y: Tensor, batch: int = 20
 
 def mean_weights(models: Sequence[Tensor]) -> Tensor:
     """The aggregated model: the plain mean of all peers' weights, added in float64."""
-    total = torch.zeros_like(models[0], dtype=torch.float64)
+    return mean_of(add_weights(None, models), len(models), models[0])
+
+
+def add_weights(total: Tensor | None, models: Sequence[Tensor]) -> Tensor:
+    """A running sum of weights in float64, with these added one after the other."""
+    total = torch.zeros_like(models[0], dtype=torch.float64) if total is None else total.clone()
     for w in models:
         total += w
-    return (total / len(models)).to(models[0])
+    return total
+
+
+def mean_of(total: Tensor, count: int, like: Tensor) -> Tensor:
+    """The mean model of a sum of `count`."""
+    return (total / count).to(like)

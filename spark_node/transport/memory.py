@@ -31,6 +31,19 @@ class MemoryNetwork:
         self.codecs[peer] = codec
         return EncodedTransport(self, peer, codec, compute)
 
+    async def deliver(self, peer: str, sender: str, stage: str, k: int, message: Message) -> None:
+        """Put a message into a peer's mailbox."""
+        self.slot((peer, sender, stage, k)).set_result(message)
+
+    async def deliver_bytes(self, peer: str, sender: str, stage: str, k: int, data: bytes, compute: Compute) -> bool:
+        """The same for coded messages; False where the peer no longer holds a factor that they only name."""
+        try:
+            message = await compute(self.codecs[peer].decode, data, k, sender)
+        except MissingFactor:
+            return False
+        self.slot((peer, sender, stage, k)).set_result(message)
+        return True
+
     def slot(self, key: _Key) -> "asyncio.Future[Message]":
         """Where one message will lie, whether it is sent or awaited first."""
         if key not in self._mailbox:
@@ -50,7 +63,7 @@ class MemoryTransport:
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         self._network.bytes_sent[message.kind] += message.nbytes
-        self._network.slot((peer, self._peer, stage, k)).set_result(message)
+        await self._network.deliver(peer, self._peer, stage, k, message)
 
     async def gather(self, stage: str, k: int, peers: Iterable[str], deadline: float | None) -> dict[str, Message]:
         slots = {peer: self._network.slot((self._peer, peer, stage, k)) for peer in peers}
@@ -69,16 +82,12 @@ class EncodedTransport(MemoryTransport):
         self._codec, self._compute = codec, compute
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
-        arrived, count = await self._compute(self._carry, peer, k, message)
-        self._network.bytes_sent[message.kind] += count
-        self._network.slot((peer, self._peer, stage, k)).set_result(arrived)
+        """A factor that the neighbour no longer holds is sent again, with all the others."""
+        for whole in (False, True):
+            data = await self._compute(self._encode, message, k, peer, whole)
+            self._network.bytes_sent[message.kind] += len(data)
+            if await self._network.deliver_bytes(peer, self._peer, stage, k, data, self._compute):
+                return
 
-    def _carry(self, peer: str, k: int, message: Message) -> tuple[Message, int]:
-        """What the neighbour decodes, and the bytes that took; a factor it no longer holds is sent again."""
-        other = self._network.codecs[peer]
-        data = b"".join(self._codec.encode(message, k, peer))
-        try:
-            return other.decode(data, k, self._peer), len(data)
-        except MissingFactor:
-            whole = b"".join(self._codec.encode(message, k, peer, whole=True))
-            return other.decode(whole, k, self._peer), len(data) + len(whole)
+    def _encode(self, message: Message, k: int, peer: str, whole: bool) -> bytes:
+        return b"".join(self._codec.encode(message, k, peer, whole=whole))

@@ -20,12 +20,22 @@ def imports(path: Path) -> set[str]:
 
 
 FORBIDDEN = {
-    "spark_node/learning": ("asyncio", "grpc", "time", "spark_node.transport", "spark_node.observe", "spark_node.node"),
+    "spark_node/learning": (
+        "asyncio",
+        "grpc",
+        "time",
+        "torch.distributed",
+        "spark_node.transport",
+        "spark_node.observe",
+        "spark_node.node",
+    ),
     "spark_node/package": ("asyncio", "grpc", "spark_node.transport", "spark_node.observe", "spark_node.node"),
     "spark_node/data": ("grpc", "spark_node.learning", "spark_node.transport", "spark_node.observe", "spark_node.cli"),
     "spark_node/transport": ("spark_node.observe", "spark_node.node", "spark_node.cli", "spark_node.launch"),
     "spark_node/observe": ("spark_node.cli", "spark_node.launch", "spark_node.compare"),
     "spark_node/compare": ("torch", "spark_node.cli", "spark_node.launch", "spark_node.node", "spark_node.learning"),
+    "spark_node/launch": ("spark_node.cli", "spark_node.compare"),
+    "spark_node/distributed": ("spark_node.cli", "spark_node.compare", "grpc"),
     "spark_node/security": ("torch", "spark_node.transport", "spark_node.learning", "spark_node.launch"),
     "spark_node/api": ("spark_node.cli", "spark_node.compare"),
     "spark_node": ("pickle", "spark_node.cli.main"),
@@ -65,8 +75,7 @@ def test_every_module_of_the_house_is_on_the_map() -> None:
     for path in (ROOT / "spark_node").iterdir():
         if path.suffix == ".py" and path.stem not in ("__init__", "__main__", "errors"):
             assert path.name in page, f"docs/architecture.md does not mention {path.name}"
-    inside = [
-        path for part in ("api", "learning", "package", "transport", "launch", "security") for path in _modules(part)
-    ]
+    parts = ("api", "learning", "package", "transport", "launch", "security", "distributed")
+    inside = [path for part in parts for path in _modules(part)]
     for path in inside + list((ROOT / "orchestrator").glob("[a-z]*.py")):
         assert path.name in page, f"docs/architecture.md does not mention {path.name}"

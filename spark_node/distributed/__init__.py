@@ -1,0 +1,1 @@
+"""Several ranks (torchrun): one peer over several GPUs, or a whole network in memory over many processes."""

@@ -10,7 +10,7 @@ Start the network first, in a terminal (three peers and an orchestrator that wai
     spark-dfl host --certs host-certs --nodes 4 --count 3 --rounds 8 --orchestrator 127.0.0.1:7000
 """
 
-# %% My own samples. They stay in this process.
+# %% My own samples. What leaves are weights and packages; docs/privacy.md says what those tell of them.
 import os
 
 from sklearn.datasets import load_digits

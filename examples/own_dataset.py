@@ -1,9 +1,10 @@
-"""Your own data: hospitals that may not share their patients train one model together.
+"""Your own data: hospitals that see different kinds of patients train one model together.
 
     python examples/own_dataset.py
 
 Each hospital has some patients (30 measurements of a biopsy each; benign or malignant), and not the same kinds of
-patients. First everyone learns alone; then all learn together, and no patient leaves a hospital.
+patients. First everyone learns alone; then all learn together, each with its own file. Mind what that means: by default
+a package tells a neighbour as much as the samples themselves, and docs/privacy.md says what can be done about it.
 """
 
 import numpy as np

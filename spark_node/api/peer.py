@@ -70,7 +70,8 @@ class Peer:
         net = peer.model                              # a torch module
 
     The peer works in a thread beside yours: training goes on while you look at it, and never waits for you.
-    x, y          this peer's samples, as for `simulate`; they stay in this process.
+    x, y          this peer's samples, as for `simulate`. What leaves are weights and packages, which by default tell a
+                  neighbour as much as the samples do (docs/privacy.md).
     model         as for `simulate`. All peers must start from the same weights: a factory, called under the run's
                   seed, sees to that; of a module, give every peer the same.
     orchestrator  "host:port" of the run's orchestrator.

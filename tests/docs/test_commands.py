@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ CHECKED_PYTHON = {
     "spark_node.Peer(": "needs a network: its arguments are checked here; tests/network/test_examples.py runs one",
 }
 """Python that is compiled, and its calls of spark_node held against the real signatures."""
+
+GIVEN: dict[str, Callable[[Path], object]] = {
+    "authority": lambda path: main.main(["certs", "init", str(path)]),
+    "run.toml": lambda path: path.write_text(configuration.to_toml(Config())),
+}
+"""What a reader of a later page has already: an authority (SECURITY.md makes it), and the settings of the run."""
 
 SMALL = {
     "run.nodes": 6,
@@ -123,6 +130,9 @@ class Reader:
         """Parsed and loaded as it stands; run where that is quick, or once it is made small."""
         arguments = [found for word in words[1:] for found in (sorted(glob.glob(word)) if "*" in word else [word])]
         args = main.parser().parse_args(arguments)
+        for name in GIVEN.keys() & set(arguments):
+            if arguments[:2] != ["certs", "init"] and not (self.folder / name).exists():
+                GIVEN[name](self.folder / name)
         if args.command == "run" and not args.settings:
             out = self.folder / (args.out or f"runs/run-{self._runs}")
             self._run_small(["run", "--quiet", "--no-report", "--out", str(out)], run.load_config(args))

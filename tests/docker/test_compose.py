@@ -111,7 +111,7 @@ def test_the_health_check_tells_a_host_without_peers_from_one_with_peers(first: 
 @pytest.fixture(scope="module")
 def second(first: Stack) -> Stack:
     """The same stack in the middle of a long run."""
-    settings = "network.lease=5 network.deadline_floor=3"
+    settings = "network.lease=10 network.deadline_floor=5 network.deadline_ceiling=15"
     first.up(SPARK_RUN_ID="second", SPARK_ROUNDS="1000", SPARK_LINGER="0", SPARK_SET=settings)
     wait_for("the second run to begin", lambda: len(first.rounds("second")) >= 3, first)
     return first

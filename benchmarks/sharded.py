@@ -2,7 +2,8 @@
 
 Kernel: a neighbourhood of six peers at the paper's size (784-100-10). For 1, 2 and 4 ranks: the time of a kernel
 product (median), of building the kernel and of an evolution, what a rank holds, and how far the weight update is from
-that of one process. The trace kernel is also measured with the whole matrix on every rank, the choice not taken.
+that of one process. The trace kernel's matrix is measured in both forms, whole on every rank and divided by rows, and
+at three times the samples too; learning/sharding.py chooses by the number of samples.
 Engine: rounds a minute of `spark-dfl run --transport memory` under torchrun, and whether its figures are those of one
 process (a difference of 0: bit for bit). Ranks share this machine's cores: with more ranks than cores nothing can get
 faster, and times beside other work say little; the processor time of rank 0 (cpu) says what a rank's share of the
@@ -24,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 4)
-KINDS = ("full", "trace", "trace, whole")
+KINDS = ("full", "trace, whole matrix", "trace, by rows")
+LARGER = 3
+"""Times as many samples: trace kernels are measured at this size too."""
 TERMS: dict[str, Any] = {
     "eta": 0.01,
     "timesteps": list(range(100, 801, 100)),
@@ -74,34 +77,26 @@ def problem(samples: int) -> tuple[list[Any], Any, Any]:
     return found, f0, torch.nn.functional.one_hot(torch.cat(labels), 10).to(f0)
 
 
-def whole_trace(jacobians: Any, group: Any) -> Any:
-    """The choice not taken: one all-reduce, and then the whole matrix on every rank."""
-    from spark_node.learning.kernel import TraceKernel
-
-    kernel = TraceKernel(jacobians)
-    group.add(kernel.matrix)
-    return kernel
-
-
 def measure(samples: int, products: int, out: str) -> None:
     """On every rank, all in step: each cuts its own slice, so that only the work itself is timed."""
     import torch
 
     from spark_node.distributed.group import joined
     from spark_node.distributed.place import Place
-    from spark_node.learning.sharding import SHARDED, shard
+    from spark_node.learning import sharding
 
     torch.set_num_threads(1)
-    found, f0, target = problem(samples)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rows = []
     with joined(Place(*(int(os.environ[name]) for name in names)), "cpu", 300.0) as group:
-        mine = shard(found, group.size)[group.rank]
-        for kind in KINDS:
-            make = whole_trace if kind == "trace, whole" else SHARDED[kind]
-            rows.append({"what": kind, "ranks": group.size, **time_kernel(make, mine, group, f0, target, products)})
+        for kind, each in [*((kind, samples) for kind in KINDS), *((kind, LARGER * samples) for kind in KINDS[1:])]:
+            sharding.WHOLE_SAMPLES = 10**9 if kind == "trace, whole matrix" else 0
+            found, f0, target = problem(each)
+            mine = sharding.shard(found, group.size)[group.rank]
+            timed = time_kernel(sharding.SHARDED[kind.partition(",")[0]], mine, group, f0, target, products)
+            rows.append({"what": kind, "samples": len(f0), "ranks": group.size, **timed})
             if group.rank == 0:
-                numpy.save(f"{out}.{kind}.npy", rows[-1].pop("update"))
+                numpy.save(f"{out}.{kind}.{len(f0)}.npy", rows[-1].pop("update"))
         if group.rank == 0:
             Path(out).write_text(json.dumps(rows))
 
@@ -153,11 +148,11 @@ def kernel_rows(samples: int, products: int, folder: Path) -> list[dict[str, Any
         out = folder / f"{ranks}.json"
         torchrun(ranks, __file__, "--measure", str(samples), str(products), str(out))
         for row in json.loads(out.read_text()):
-            kind = row["what"]
+            kind = f"{row['what']}.{row['samples']}"
             one, here = (numpy.load(f"{folder / f'{r}.json'}.{kind}.npy") for r in (1, ranks))
             difference = float(numpy.linalg.norm(here - one) / numpy.linalg.norm(one))
             rows.append({**row, "difference": difference})
-    return sorted(rows, key=lambda row: KINDS.index(row["what"]))
+    return sorted(rows, key=lambda row: (row["samples"], KINDS.index(row["what"])))
 
 
 def engine_rows(words: list[str], folder: Path) -> list[dict[str, Any]]:
@@ -189,7 +184,7 @@ def main() -> None:
     from benchmarks.common import arguments, report
 
     options = arguments(__doc__).parse_args()
-    samples, products = (60, 20) if options.quick else (200, 100)
+    samples, products = (60, 20) if options.quick else (200, 50)
     found = neighbourhood(2)[2] == "Fashion-MNIST" and not options.quick
     words = ["--preset", "paper", "--nodes", "40", "--rounds", "3", "--partition", "dirichlet:0.1"]
     quick = ["--nodes", "12", "--rounds", "3", "--degree", "4", "--partition", "dirichlet:0.5"]

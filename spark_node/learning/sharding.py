@@ -6,7 +6,9 @@ for one weight of every unit (784-100-10: both layers), a unit of its signals fo
 convolutions). Of a dense layer the columns are.
 
     full:   K r = sum over ranks of J_rank (J_rank^T r): one all-reduce a product
-    trace:  each rank holds N / R rows of the one N x N matrix: a product of 1/R of the work, and one all-gather
+    trace:  the one N x N matrix is the sum of the ranks' matrices. A large one is divided: each rank holds N / R of its
+            rows, and a product is 1/R of the work and one all-gather. A small one every rank holds whole, since there
+            the collective would take longer than the product (benchmarks/sharded.py).
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,9 @@ from torch import Tensor
 from spark_node.learning.kernel import FullKernel, NeighbourhoodKernel
 from spark_node.learning.layers import DenseLayer, FactoredLayer, Jacobian, LayerJacobian
 from spark_node.learning.signals import ChainedSignals, IdentitySignals, SegmentedSignals, Signals
+
+WHOLE_SAMPLES = 2000
+"""Up to so many samples every rank holds the whole matrix of a trace kernel: 16 MB in float32."""
 
 
 class Collectives(Protocol):
@@ -191,26 +196,37 @@ class ShardedFull:
 
 
 class ShardedTrace:
-    """K = (1/C) sum_c J_c J_c^T, of which this rank has a share of the rows."""
+    """K = (1/C) sum_c J_c J_c^T, of which this rank has a share of the rows, or all where they are few."""
 
     def __init__(self, jacobians: Sequence[Jacobian], together: Collectives) -> None:
         self._part, self._together = NeighbourhoodKernel(jacobians), together
         self.samples = self._part.samples
         self._shares = [bounds(self.samples, together.size, rank) for rank in range(together.size)]
         matrix = self._part.trace()
+        self._whole = self.samples <= WHOLE_SAMPLES
+        if self._whole:
+            self.rows = together.add(matrix)
+            return
         for rank, (start, stop) in enumerate(self._shares):
             together.add_at(matrix[start:stop], rank)
         start, stop = self._shares[together.rank]
         self.rows = matrix[start:stop].clone()
 
     def apply(self, residual: Tensor) -> Tensor:
-        """K r, on every rank: each contributes its own rows' part."""
+        """K r, on every rank."""
+        product = residual.T.contiguous() @ self.rows.T
+        if not self._whole:
+            product = self._joined(product)
+        return product.T.contiguous()
+
+    def _joined(self, own: Tensor) -> Tensor:
+        """Every rank's columns of [C, N], side by side."""
         widest = max(stop - start for start, stop in self._shares)
-        own = residual.new_zeros(residual.shape[1], widest)
-        own[:, : len(self.rows)] = residual.T.contiguous() @ self.rows.T
-        found = self._together.gather(own)
+        padded = own.new_zeros(len(own), widest)
+        padded[:, : own.shape[1]] = own
+        found = self._together.gather(padded)
         parts = [part[:, : stop - start] for part, (start, stop) in zip(found, self._shares, strict=True)]
-        return torch.cat(parts, 1).T.contiguous()
+        return torch.cat(parts, 1)
 
     def pull_back(self, residual: Tensor) -> Tensor:
         """J^T r of this rank's parameters."""

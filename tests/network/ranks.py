@@ -14,6 +14,7 @@ from spark_node.distributed.place import place_of
 from spark_node.distributed.sharded import leading, serve
 from spark_node.distributed.spread import SpreadRun
 from spark_node.launch.memory import MemoryRun
+from spark_node.learning import sharding
 from spark_node.learning.evolution import evolve
 from spark_node.learning.kernel import KERNELS
 from spark_node.observe.records import RoundRecord
@@ -129,6 +130,8 @@ def main() -> None:
     place = place_of()
     assert place is not None
     what, out = sys.argv[1:]
+    if what == "kernels by rows":
+        sharding.WHOLE_SAMPLES = 0
     with joined(place, "cpu", 300.0) as group:
         if what == "spread":
             rows = spread(group)

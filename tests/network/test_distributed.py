@@ -67,9 +67,9 @@ def ranks_of(launcher: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_kernel_over_ranks_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
-    finished(over(ranks, "tests.network.ranks", "kernels", "out.json", cwd=tmp_path))
+@pytest.mark.parametrize(("ranks", "what"), [(2, "kernels"), (4, "kernels by rows")])
+def test_a_kernel_over_ranks_is_that_of_one_process(ranks: int, what: str, tmp_path: Path) -> None:
+    finished(over(ranks, "tests.network.ranks", what, "out.json", cwd=tmp_path))
     rows = json.loads((tmp_path / "out.json").read_text())
     assert len(rows) == 14
     for row in rows:

@@ -205,13 +205,13 @@ def topology(run: Run) -> Figure:
     known = run.client_accuracy
     style: dict[str, Any] = {"s": area, "zorder": 2, "edgecolors": SURFACE, "linewidths": 0.7}
     if len(known) == peers and not any(math.isnan(value) for value in known):
-        dots = axes.scatter(*places.T, c=known, cmap="viridis", **style)
+        dots = axes.scatter(places[:, 0], places[:, 1], c=known, cmap="viridis", **style)
         bar = figure.colorbar(dots, ax=axes, pad=0.02, shrink=0.8, format=PercentFormatter(1.0))
         bar.outline.set_visible(False)
         bar.ax.tick_params(colors=FAINT, labelsize=10, length=0)
         bar.set_label("accuracy of the peer's own model", color=FAINT, fontsize=11)
     else:
-        axes.scatter(*places.T, c=PALETTE[0], **style)
+        axes.scatter(places[:, 0], places[:, 1], c=PALETTE[0], **style)
     if peers <= _PEERS_IN_ORDER:
         for i, (x, y) in enumerate(1.1 * places):
             axes.text(x, y, str(i), ha="center", va="center", fontsize=9, color=FAINT)

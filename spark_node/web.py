@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ def is_ours(header: str, names: frozenset[str] = frozenset()) -> bool:
     A page of another site can reach us only under that site's own name, made to point here: never under an address.
     """
     host = header.strip().lower()
-    host = host[1 : host.find("]")] if host.startswith("[") else host.rpartition(":")[0] if ":" in host else host
+    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d+)?", host)
+    host = (found[1] or found[2]) if found else ""
     return host in _LOOPBACK or host in names or _is_address(host, lambda _: True)
 
 

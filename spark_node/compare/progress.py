@@ -14,7 +14,7 @@ from rich.text import Text
 from spark_node.compare.runner import Outcome, Running
 from spark_node.compare.study import Cell
 from spark_node.observe import wording
-from spark_node.observe.display import clock_time
+from spark_node.observe.display import clock_time, live_console
 
 _LATEST = 6
 _PLAIN_EVERY = 30.0
@@ -26,10 +26,8 @@ def choose(title: str, quiet: bool, stream: TextIO | None = None) -> "Silent":
     stream = sys.stderr if stream is None else stream
     if quiet:
         return Silent()
-    console = Console(file=stream)
-    if stream.isatty() and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
-        return LiveView(title, console)
-    return PlainView(title, stream)
+    console = live_console(stream)
+    return PlainView(title, stream) if console is None else LiveView(title, console)
 
 
 class Silent:

@@ -57,10 +57,15 @@ def choose(config: Config, *, quiet: bool = False, silent: bool = False, stream:
     stream = sys.stderr if stream is None else stream
     if silent or quiet:
         return QuietDisplay(None if silent else stream)
+    console = live_console(stream)
+    return PlainDisplay(config, stream) if console is None else LiveDisplay(config, console)
+
+
+def live_console(stream: TextIO) -> Console | None:
+    """A console for a live view; None where the stream leads to a file, a pipe or a terminal that knows no more."""
     console = Console(file=stream)
-    if stream.isatty() and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
-        return LiveDisplay(config, console)
-    return PlainDisplay(config, stream)
+    able = stream.isatty() and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    return console if able else None
 
 
 class QuietDisplay:

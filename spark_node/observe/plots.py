@@ -12,12 +12,14 @@ from typing import Any, Literal
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from spark_node.observe import wording
 from spark_node.observe.history import Round, Run
+from spark_node.topology import graph
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 INK, FAINT, GRID, SURFACE = "#24292f", "#6e7781", "#d8dee4", "#ffffff"
@@ -47,6 +49,8 @@ def figures(runs: Named) -> dict[str, Figure]:
         known = {name: run.client_accuracy for name, run in drawn if run.client_accuracy}
         if known:
             found["client_distribution"] = client_distribution(known, drawn[0][1] if len(runs) == 1 else None)
+    if len(runs) == 1 and drawn and drawn[0][1].config.run.nodes > 1:
+        found["topology"] = topology(drawn[0][1])
     if len(runs) == 1 and runs[0][1].label_counts:
         found["partition"] = partition(np.array(runs[0][1].label_counts))
     return found
@@ -182,6 +186,38 @@ def partition(counts: np.ndarray[Any, Any]) -> Figure:
     bar.ax.tick_params(colors=FAINT, labelsize=9, length=0)
     bar.set_label("samples", color=FAINT, fontsize=11)
     return titled(figure, axes, "Which labels each peer holds", grid=None)
+
+
+def topology(run: Run) -> Figure:
+    """Who talked to whom in the last round, as the run's seed says; peers by their own accuracy where that is known."""
+    config, k = run.config, run.rounds[-1].round
+    peers, settings = config.run.nodes, config.topology
+    made = graph(settings.kind, range(peers), settings.degree, config.run.seed, k, settings.fresh)
+    turn = 2 * np.pi * np.arange(peers) / peers
+    places = np.column_stack((np.sin(turn), np.cos(turn)))
+    figure, axes = new_figure(height=5.2)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    strength = float(np.clip(6 / math.sqrt(max(len(made.edges), 1)), 0.18, 0.75))
+    lines = [(places[i], places[j]) for i, j in made.edges]
+    axes.add_collection(LineCollection(lines, colors=FAINT, linewidths=0.9, alpha=strength, zorder=1))
+    area = float(np.clip(9000 / peers, 14, 170))
+    known = run.client_accuracy
+    style: dict[str, Any] = {"s": area, "zorder": 2, "edgecolors": SURFACE, "linewidths": 0.7}
+    if len(known) == peers and not any(math.isnan(value) for value in known):
+        dots = axes.scatter(places[:, 0], places[:, 1], c=known, cmap="viridis", **style)
+        bar = figure.colorbar(dots, ax=axes, pad=0.02, shrink=0.8, format=PercentFormatter(1.0))
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(colors=FAINT, labelsize=10, length=0)
+        bar.set_label("accuracy of the peer's own model", color=FAINT, fontsize=11)
+    else:
+        axes.scatter(places[:, 0], places[:, 1], c=PALETTE[0], **style)
+    if peers <= _PEERS_IN_ORDER:
+        for i, (x, y) in enumerate(1.1 * places):
+            axes.text(x, y, str(i), ha="center", va="center", fontsize=9, color=FAINT)
+    axes.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2))
+    when = f"round {k}" if settings.fresh else "every round"
+    return titled(figure, axes, f"Who talked to whom in {when}: {wording.plural(len(made.edges), 'edge')}", grid=None)
 
 
 def svgs(found: Mapping[str, Figure], folder: Path | None = None) -> dict[str, str]:

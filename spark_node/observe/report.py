@@ -20,6 +20,7 @@ _DESCRIPTIONS = {
     "accuracy_vs_bytes": "Test accuracy of the aggregated model over the bytes sent by all peers",
     "stage_seconds": "Seconds per stage, summed over peers",
     "client_distribution": "Accuracies of the peers' own models after the last round",
+    "topology": "The graph of the last round: which peers were neighbours",
     "partition": "Samples of each label that each peer holds",
 }
 _SELDOM_MEANT = {"data.folder", "run.workers", "run.device"}

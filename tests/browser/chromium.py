@@ -1,6 +1,7 @@
 """A real Chromium for tests: the page as a person's browser shows it, and everything that it complains about."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,13 @@ class Tab:
     page: Any
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+
+    def until(self, condition: str, seconds: float = 120.0) -> None:
+        """Wait for something to be true on the page; asked from outside, as the page's policy allows no eval."""
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"did not come true: {condition}; complaints: {self.complaints}"
+            self.page.wait_for_timeout(50)
 
     def only_asked(self, url: str) -> bool:
         """Whether no request left the origin."""

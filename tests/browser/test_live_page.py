@@ -1,13 +1,14 @@
 """The live page in a real browser, beside real runs: it loads, follows, sorts, finds, and comes back."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def column(tab: Tab, index: int) -> list[str]:
     return found
 
 
+def processor_seconds(tab: Tab) -> Callable[[], float]:
+    """A clock of what the work of the page's main thread costs from now on: scripts, layout, paint."""
+    session = tab.page.context.new_cdp_session(tab.page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def spent() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+
+    return spent
+
+
 def made_up(peers: int, pause: float, rounds: int) -> "subprocess.Popen[str]":
     """The page of a network that is made up, whatever its size."""
     words = [sys.executable, "-m", "tests.browser.made_up", str(peers), "0", str(pause), str(rounds)]
@@ -66,10 +79,10 @@ def test_a_run_is_followed_as_it_goes_on_and_nothing_is_asked_of_anyone_else(tmp
     try:
         url = url_of(run)
         with opened(url) as tab:
-            tab.page.wait_for_function("document.querySelectorAll('#body tr').length === 6")
-            tab.page.wait_for_function("parseInt(document.getElementById('round').innerText) >= 2")
+            tab.until("document.querySelectorAll('#body tr').length === 6")
+            tab.until("parseInt(document.getElementById('round').innerText) >= 2")
             first = number(tab, "round")
-            tab.page.wait_for_function(f"parseInt(document.getElementById('round').innerText) > {first}")
+            tab.until(f"parseInt(document.getElementById('round').innerText) > {first}")
             shown = tab.page.inner_text("#accuracy")
             assert re.fullmatch(r"\d+\.\d\d%", shown)
             rows = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -81,7 +94,7 @@ def test_a_run_is_followed_as_it_goes_on_and_nothing_is_asked_of_anyone_else(tmp
             assert len(edges) == 9  # six peers with three neighbours each
             assert all(sent > 0 for _, _, sent in edges)
             run.send_signal(signal.SIGINT)
-            tab.page.wait_for_function("document.getElementById('status').innerText === 'Stopped'")
+            tab.until("document.getElementById('status').innerText === 'Stopped'")
             assert not [said for said in tab.complaints if "ERR_" not in said]  # the server has gone by now
             assert tab.only_asked(url)
         run.communicate(timeout=180)
@@ -101,18 +114,18 @@ def test_the_page_comes_back_after_its_observer_was_started_again(tmp_path: Path
         url = url_of(first)
         port = url.rstrip("/").rpartition(":")[2]
         with opened(url) as tab:
-            tab.page.wait_for_function("parseInt(document.getElementById('round').innerText) >= 2")
+            tab.until("parseInt(document.getElementById('round').innerText) >= 2")
             first.kill()
             first.wait(60)
-            tab.page.wait_for_function("document.body.classList.contains('stale')")
+            tab.until("document.body.classList.contains('stale')")
             assert "No connection" in tab.page.inner_text("#banner")
             assert tab.page.inner_text("#status") == "Reconnecting"
             before = number(tab, "round")
             assert before >= 2, "what is known stays on the page"
             again = run.observe("--dashboard", port, "--no-report")
             url_of(again)
-            tab.page.wait_for_function("!document.body.classList.contains('stale')")
-            tab.page.wait_for_function(f"parseInt(document.getElementById('round').innerText) > {before}")
+            tab.until("!document.body.classList.contains('stale')")
+            tab.until(f"parseInt(document.getElementById('round').innerText) > {before}")
             assert tab.page.is_hidden("#banner")
             assert tab.only_asked(url)
             rounds = tab.page.evaluate("run.rounds.map(row => row.round)")
@@ -129,14 +142,14 @@ def test_the_dashboard_command_shows_any_network_and_its_faults(tmp_path: Path) 
         settings = ["--certs", "watching", "--orchestrator", run.address, "--port", "0"]
         watch = run.start("dashboard", *PEER, "--rounds", "2000", *settings)
         with opened(url_of(watch), width=390, height=844, scheme="dark") as tab:
-            tab.page.wait_for_function("parseInt(document.getElementById('round').innerText) >= 1")
+            tab.until("parseInt(document.getElementById('round').innerText) >= 1")
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390, "no sideways scrolling"
             pid = int((tmp_path / "logs" / "peer-003.pid").read_text().split()[0])
             assert host.poll() is None
             subprocess.run(["kill", "-9", str(pid)], check=True)
-            tab.page.wait_for_function("document.getElementById('faults').innerText.includes('no line to peer-003')")
-            tab.page.wait_for_function("document.getElementById('faults').innerText.includes('peer-003 started again')")
-            tab.page.wait_for_function("run.peers[3][column.restarts] >= 1")
+            tab.until("document.getElementById('faults').innerText.includes('no line to peer-003')")
+            tab.until("document.getElementById('faults').innerText.includes('peer-003 started again')")
+            tab.until("run.peers[3][column.restarts] >= 1")
             assert tab.complaints == []
         assert not list(tmp_path.glob("runs")), "nothing is written"
         watch.terminate()
@@ -148,8 +161,8 @@ def test_the_dashboard_command_shows_any_network_and_its_faults(tmp_path: Path) 
 def test_peers_are_sorted_and_found_by_keyboard(large: str) -> None:
     with opened(large) as tab:
         page = tab.page
-        page.wait_for_function("parseInt(document.getElementById('round').innerText) >= 1")
-        page.wait_for_function("document.querySelectorAll('#body tr').length === 300")
+        tab.until("parseInt(document.getElementById('round').innerText) >= 1")
+        tab.until("document.querySelectorAll('#body tr').length === 300")
         assert names(tab) == sorted(names(tab))
         page.focus("th[data-key=sent] button")
         page.keyboard.press("Enter")
@@ -169,9 +182,9 @@ def test_peers_are_sorted_and_found_by_keyboard(large: str) -> None:
         page.keyboard.type("nobody")
         assert page.is_visible("#no-peers")
         page.keyboard.press("Escape")
-        page.wait_for_function("document.querySelectorAll('tr.trouble').length === 2")
+        tab.until("document.querySelectorAll('tr.trouble').length === 2")
         page.fill("#search", "lost")
-        assert names(tab) == ["peer-007", "peer-008"]
+        assert sorted(names(tab)) == ["peer-007", "peer-008"]
         page.focus("#graph")
         page.keyboard.press("ArrowRight")
         assert "peer-000" in page.get_attribute("#graph", "aria-label")
@@ -195,13 +208,20 @@ def test_light_and_dark_follow_the_system_until_someone_chooses(large: str) -> N
 
 def test_three_hundred_peers_are_painted_in_less_than_a_tenth_of_a_second(large: str) -> None:
     with opened(large) as tab:
-        tab.page.wait_for_function("run && run.rounds.length >= 3 && run.graph.edges.length === 750")
+        tab.until("run && run.rounds.length >= 3 && run.graph.edges.length === 750")
+        count = "performance.getEntriesByName('spark:paint').length"
+        spent = processor_seconds(tab)
         tab.page.evaluate("performance.clearMeasures('spark:paint')")
-        tab.page.wait_for_function("performance.getEntriesByName('spark:paint').length >= 12")
+        before = spent()
+        tab.until(f"{count} >= 12")
         took = tab.page.evaluate("performance.getEntriesByName('spark:paint').map(entry => entry.duration)")
-        middle = sorted(took)[len(took) // 2]
-        print(f"paints of 300 peers and 750 edges: median {middle:.1f} ms, most {max(took):.1f} ms, of {len(took)}")
-        assert middle < 100
+        own = 1000 * (spent() - before) / len(took)
+        median = sorted(took)[len(took) // 2]
+        said = f"300 peers, 750 edges: {own:.0f} ms of the processor and {median:.0f} ms of the clock a paint"
+        print(said)
+        assert 0 < own < 100, said
+        if os.getloadavg()[0] < (os.cpu_count() or 1):  # else the clock tells how long the browser waited for its turn
+            assert median < 100, said
         assert tab.complaints == []
         assert tab.only_asked(large)
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spark_node import topology
 from spark_node.cli.main import main
 from spark_node.observe import plots, report
 from spark_node.observe.history import Run
 from spark_node.observe.run_folder import load_run
 from tests.unit.fabricated import bare_records, settings, write_run
 
-ALL = ["accuracy", "accuracy_vs_bytes", "client_distribution", "partition", "stage_seconds"]
+ALL = ["accuracy", "accuracy_vs_bytes", "client_distribution", "partition", "stage_seconds", "topology"]
 VOID = {"meta", "img", "br", "link", "use", "path", "rect", "circle", "line"}
 
 
@@ -83,7 +84,7 @@ def test_the_report_needs_nothing_from_outside(reported: Run) -> None:
     page = (reported.path / "report.html").read_text()
     outline = Outline(page)
     assert "script" not in outline.tags
-    assert outline.tags.count("svg") == 5
+    assert outline.tags.count("svg") == 6
     assert all(link.startswith(("#", "data:")) for link in outline.links)
     assert re.findall(r"url\((?!#)", page) == []
     assert "@import" not in page
@@ -175,6 +176,16 @@ def test_a_run_whose_clients_were_never_evaluated_can_be_drawn(tmp_path: Path) -
 def test_a_distribution_of_equal_accuracies_can_be_drawn() -> None:
     for accuracies in ({"a": [0.5, 0.5]}, {"a": [0.5], "b": [0.5, 0.5]}, {"a": [math.nan], "b": [0.3]}):
         plots.svg("clients", plots.client_distribution(accuracies))
+
+
+def test_the_graph_of_the_report_is_the_one_that_the_peers_derive(tmp_path: Path) -> None:
+    for peers, degree in ((2, 1), (20, 4), (300, 5)):
+        config = settings(run__nodes=peers, topology__degree=degree)
+        run = write_run(tmp_path / str(peers), config)
+        drawn = plots.topology(run).axes[0]
+        made = topology.graph("regular", range(peers), degree, config.run.seed, run.rounds[-1].round)
+        assert len(drawn.collections[0].get_segments()) == len(made.edges)
+        plots.svg("topology", plots.topology(run))
 
 
 def test_a_partition_of_any_shape_can_be_drawn() -> None:

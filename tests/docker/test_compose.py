@@ -139,7 +139,7 @@ def test_the_run_goes_on_without_a_killed_container_and_its_replacement_takes_it
     wait_for("Prometheus to see all of them train", lambda: second.number(f"{few[:-1]} > {at})") == PEERS, second)
     rounds = second.rounds("second")
     assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1)), "a round is missing"
-    expected = [row["neighbours_expected"] for row in rounds]
+    expected = [row["neighbours"]["expected"] for row in rounds]
     assert expected[0] == PEERS * 4
     assert min(expected) < PEERS * 4, "the lost peers were missed"
     assert max(row["aggregated_accuracy"] for row in rounds) > 0.85

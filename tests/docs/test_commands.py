@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ PARSED = {
     "compare": "many runs: every cell's configuration is loaded here; tests/unit/test_compare_runner.py runs them",
     "chaos": "needs a network: tests/faults/test_chaos.py runs it",
     "observe": "follows a network until it ends",
+    "dashboard": "the same, as a page: tests/network/test_live_page.py looks at it",
     "deploy": "needs other machines",
     "benchmarks": "minutes each; their flags are checked, `make bench` runs them",
     "examples": "tests/network/test_examples.py runs them",
@@ -108,7 +110,14 @@ class Reader:
         """One line of a block of commands."""
         if command in NOT_RUN:
             return
-        programs = {"spark-dfl": self._spark, "make": check_make, "python": check_python}
+        programs = {
+            "spark-dfl": self._spark,
+            "make": check_make,
+            "python": check_python,
+            "torchrun": check_torchrun,
+            "docker": check_docker,
+            "pip": check_pip,
+        }
         for part in command.split(" && "):
             words = shlex.split(part)
             if words[0] == "cd":
@@ -182,6 +191,34 @@ def check_python(words: list[str]) -> None:
             assert re.search(rf"{flag}\b", said), f"{shlex.join(words)}: no flag {flag}"
 
 
+def check_torchrun(words: list[str]) -> None:
+    """What the ranks are told parses and loads; tests/network/test_distributed.py runs ranks."""
+    start = words.index("spark_node")
+    assert words[start - 1] == "-m"
+    args = main.parser().parse_args(words[start + 1 :])
+    if args.command == "compare":
+        for _, study in compare._studies(args):
+            assert study.cells(compare._flags(args))
+    elif not getattr(args, "resume", None):
+        args.config = None if args.config == "run.toml" else args.config
+        run.load_config(args)
+
+
+def check_docker(words: list[str]) -> None:
+    """Services that are named are in docker-compose.yml; tests/docker runs it."""
+    assert words[1] in ("compose", "cp"), f"{shlex.join(words)}: say in tests/docs/test_commands.py how this is checked"
+    services = re.findall(r"^  ([\w-]+):$", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE)
+    for name in re.findall(r"--scale (\w+)=|ps -aq (\w+)\)", shlex.join(words)):
+        assert "".join(name) in services, f"{shlex.join(words)}: no service {name}"
+
+
+def check_pip(words: list[str]) -> None:
+    """An extra that is named exists."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in re.findall(r"\[([\w,]+)\]", shlex.join(words)):
+        assert set(extra.split(",")) <= set(extras), f"{shlex.join(words)}: no extra {extra}"
+
+
 def check_calls(tree: ast.AST) -> None:
     """Every call of something in spark_node has arguments that it takes."""
     for call in ast.walk(tree):
@@ -245,6 +282,9 @@ WRONG = {
     "python benchmarks/nothing.py": "nothing.py",
     "python benchmarks/client_round.py --fast": "--fast",
     "curl example.org": "say in tests/docs",
+    "torchrun --nproc-per-node 2 -m spark_node run --nods 3": "--nods",
+    "docker compose up --scale pears=3": "pears",
+    "pip install 'spark-dfl[dply]'": "dply",
 }
 
 

@@ -147,6 +147,7 @@ class SpreadRun(MemoryRun):
         self._group, self._stop = group, _Stop()
         self._mail: dict[tuple[str, int, int], asyncio.Future[tuple[Said, list[Tensor]]]] = {}
         self._watcher: Watcher = Unwatched()
+        self._gone: RankLost | None = None
         if not config.run.workers:
             self._workers = max(1, self._workers // group.place.local_size)
 
@@ -171,6 +172,7 @@ class SpreadRun(MemoryRun):
             loop.call_soon_threadsafe(self._arrived, rank, said, tensors)
 
         def lost(error: RankLost) -> None:
+            self._gone = self._gone or error
             loop.call_soon_threadsafe(self._end, error)
 
         links = self.network.links = Links(self._group, arrived, lost)
@@ -186,6 +188,9 @@ class SpreadRun(MemoryRun):
             work.result()
         except Interrupted:
             links.post_all({"interrupted": True})
+            await asyncio.to_thread(links.close, _CLOSING_SECONDS)
+            if self._gone is not None:  # torchrun also stops the ranks that are left when one has died
+                raise self._gone from None
             raise KeyboardInterrupt from None
         except RankLost:
             raise
@@ -194,8 +199,7 @@ class SpreadRun(MemoryRun):
             raise
         finally:
             self._stop.listener = None
-            lost_one = self._ended.done() and isinstance(self._ended.exception(), RankLost)
-            await asyncio.to_thread(links.close, 0.0 if lost_one else _CLOSING_SECONDS)
+            await asyncio.to_thread(links.close, 0.0 if self._gone is not None else _CLOSING_SECONDS)
 
     def _end(self, error: Exception) -> None:
         if not self._ended.done():

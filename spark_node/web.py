@@ -77,9 +77,9 @@ async def serve(
 
 def _choose(head: str, pages: Pages, names: frozenset[str] | None) -> tuple[HTTPStatus, Page]:
     line, _, rest = head.partition("\r\n")
-    method, _, target = line.partition(" ")
+    method, gap, target = line.partition(" ")
     made = pages.get(target.partition(" ")[0].partition("?")[0])
-    if method not in ("GET", "HEAD"):
+    if not gap or method not in ("GET", "HEAD"):
         return _failed(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD", Allow="GET, HEAD")
     if names is not None and not is_ours(_header(rest, "host"), names):
         return _failed(HTTPStatus.MISDIRECTED_REQUEST, "this server is reached by its address or as localhost")

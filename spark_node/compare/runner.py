@@ -190,8 +190,9 @@ class Runner:
         """Interrupt what still runs, so that it writes what it has; end it where it does not listen."""
         processes = [process for _, process, _ in self._started.values()]
         # A process that a shell started in the background hands on to its children that SIGINT is ignored.
-        grace_seconds = 0.0 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else _GRACE_SECONDS
-        for number, grace in ((signal.SIGINT, grace_seconds), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+        deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        graces = (0.0, _GRACE_SECONDS) if deaf else (_GRACE_SECONDS, 3.0)
+        for number, grace in zip((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), (*graces, 3.0), strict=True):
             left = [process for process in processes if process.poll() is None]
             for process in left:
                 with suppress(ProcessLookupError, PermissionError):

@@ -19,7 +19,7 @@ demo: venv  ## 20 peers learn handwritten digits together; a minute
 	$(BIN)/spark-dfl run --preset demo
 
 test: venv  ## the whole test suite
-	$(BIN)/python -m pytest -n auto --maxschedchunk 2 tests
+	$(BIN)/python -m pytest -n auto --maxschedchunk 1 tests
 
 test-docker: venv  ## the network in real containers, with Prometheus; starts an engine where none runs (as root)
 	SPARK_TEST_DOCKER=1 $(BIN)/python -m pytest -rs --timeout 1200 tests/docker

@@ -1,11 +1,16 @@
 """Shared by all tests: the device under test comes from the environment (SPARK_DEVICE, default cpu)."""
 
 import os
+import signal
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in the background: what tests start would not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

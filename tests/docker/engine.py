@@ -26,7 +26,7 @@ PACKAGES = {
     "ip": "iproute2",
     "prometheus": "prometheus",
 }
-SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
+SUITE = "bookworm"
 BASE, IMAGE, PROMETHEUS = "spark-base:bookworm", "spark-dfl:test", "spark-prometheus:test"
 
 
@@ -156,7 +156,7 @@ def _base(found: Engine) -> str:
         unsafe.parent.mkdir(parents=True)
         unsafe.write_text("force-unsafe-io\n", encoding="ascii")
         include = "--include=python3,python3-venv"
-        found.run("debootstrap", "--variant=minbase", include, SUITE, str(root), MIRROR)
+        found.run("debootstrap", "--variant=minbase", include, SUITE, str(root))
         for part in (
             "var/cache/apt/archives",
             "var/lib/apt/lists",

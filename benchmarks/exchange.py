@@ -53,7 +53,7 @@ async def receiver(numbers: int, ready: int) -> None:
     import grpc
     from grpc import aio
 
-    from spark_node.launch.peer import Progress, Service
+    from spark_node.launch.service import Progress, Service
     from spark_node.memory import memory_of
     from spark_node.security.tls import Plaintext
     from spark_node.transport.grpc import Traffic

@@ -75,7 +75,7 @@ async def serve(folder: Path, ready: int) -> None:
     from grpc import aio
 
     from spark_node.config import NetworkSettings, TopologySettings
-    from spark_node.launch.peer import Progress, Service
+    from spark_node.launch.service import Progress, Service
     from spark_node.membership import Roster
     from spark_node.package.peer import PeerCodec
     from spark_node.security.identity import Role

@@ -290,7 +290,7 @@ class RobustSettings:
     weights: str = _choice(
         "mean", ("mean", "median", "trimmed-mean", "clipped"), "how neighbours' weights are put together"
     )
-    trim: float = _number(0.2, 0.0, 0.49, "trimmed-mean: share of the values left out at either end")
+    trim: float = _number(0.3, 0.0, 0.49, "trimmed-mean: share of the values left out at either end")
     clip: float = _number(0.5, 0.0, 1.0, "clipped: neighbours count no further away than this quantile of distances")
     packages: bool = _flag(False, "leave out packages that contradict themselves, pull too hard or fit nothing known")
     agreement: float = _number(0.1, 0.0, 10.0, "most by which logits may differ from what the last layer says")

@@ -1,15 +1,14 @@
 """Every Prometheus series of a peer, in one place."""
 
-import threading
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-from wsgiref.simple_server import WSGIServer
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from spark_node import web
 from spark_node.config import Config
 from spark_node.memory import memory_of
 from spark_node.security.tls import Security
@@ -189,10 +188,17 @@ class PeerMetrics(Collector):
         return family
 
 
-def serve(metrics: Collector, host: str, port: int = 0) -> tuple[WSGIServer, threading.Thread]:
-    """Answer scrapes at /metrics; port 0 takes a free one (server.server_port tells which)."""
+async def serve(metrics: Collector, host: str, port: int = 0) -> asyncio.Server:
+    """Answer scrapes at /metrics; port 0 takes a free one (`port_of` tells which)."""
     registry = CollectorRegistry()
     registry.register(metrics)
-    found: Any = start_http_server(port, host, registry)
-    server, thread = found
-    return server, thread
+
+    async def scraped() -> AsyncIterator[bytes]:
+        yield await asyncio.to_thread(generate_latest, registry)  # it may look at every page of the process
+
+    return await web.serve((host, port), {"/metrics": lambda: web.Page(CONTENT_TYPE_LATEST, scraped())})
+
+
+def port_of(server: asyncio.Server) -> int:
+    """Where a server listens."""
+    return int(server.sockets[0].getsockname()[1])

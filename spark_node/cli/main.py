@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own messages name the fix; its log does not
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's large blocks in huge pages: half the page faults
     try:
         top = parser()
         args = top.parse_args(given)

@@ -12,14 +12,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor
 
 from spark_node.distributed.group import Group, RankLost
 from spark_node.distributed.wire import Said, Tensors, describe_jacobian, read_jacobian
-from spark_node.learning.evolution import KernelOperator, Trajectory, evolve
+from spark_node.learning.evolution import KernelOperator, Terms, Trajectory, evolve
 from spark_node.learning.layers import Jacobian
 from spark_node.learning.sharding import SHARDED, ShardedFull, ShardedTrace, shard
 
@@ -106,28 +106,10 @@ class Lead:
                 with self._in_order():
                     self._group.agree(Word.RELEASE)
 
-    def evolve(
-        self,
-        kernel: KernelOperator,
-        f0: Tensor,
-        target: Tensor,
-        *,
-        eta: float,
-        timesteps: Sequence[int],
-        integrator: str,
-        tolerance: float,
-        loss: str,
-    ) -> Trajectory:
+    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[Terms]) -> Trajectory:
         assert isinstance(kernel, LedKernel)
-        terms: dict[str, Any] = {
-            "eta": eta,
-            "timesteps": list(timesteps),
-            "integrator": integrator,
-            "tolerance": tolerance,
-            "loss": loss,
-        }
         with self._in_order():
-            self._ask(Word.EVOLVE, terms, f0, target)
+            self._ask(Word.EVOLVE, {**terms, "timesteps": list(terms["timesteps"])}, f0, target)
             return _evolve(self._group, kernel.part, f0, target, terms)
 
     def apply(self, part: ShardedFull | ShardedTrace, residual: Tensor) -> Tensor:
@@ -199,7 +181,7 @@ def serve(group: Group) -> None:
             assert part is not None
             if word is Word.EVOLVE:
                 try:
-                    _evolve(group, part, tensors[0], tensors[1], said)
+                    _evolve(group, part, tensors[0], tensors[1], cast(Terms, said))
                 except ArithmeticError as error:  # rank 0 has met the same, and tells it
                     log.debug("%s", error)
             elif word is Word.APPLY:
@@ -214,9 +196,7 @@ def serve(group: Group) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _evolve(
-    group: Group, part: ShardedFull | ShardedTrace, f0: Tensor, target: Tensor, terms: dict[str, Any]
-) -> Trajectory:
+def _evolve(group: Group, part: ShardedFull | ShardedTrace, f0: Tensor, target: Tensor, terms: Terms) -> Trajectory:
     """The evolution on every rank at once; RankLost where the ranks' numbers are not the same bits."""
     found = evolve(part, f0, target, **terms)
     last = torch.stack([found.predictions[-1], found.residual_sums[-1]]).cpu()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -90,6 +90,16 @@ class Problem:
         """[2, N, C]: d(f, S)/dt."""
         r = self.loss.residual(f, self.target)
         return torch.stack([self.kernel.apply(r).mul_(-self.eta / self.kernel.samples), r])
+
+
+class Terms(TypedDict, total=False):
+    """What `evolve` takes beside the tensors, for those who pass it on."""
+
+    eta: Required[float]
+    timesteps: Required[Sequence[int]]
+    integrator: str
+    tolerance: float
+    loss: str
 
 
 def evolve(

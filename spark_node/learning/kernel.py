@@ -7,7 +7,7 @@ For linear layers <J[n, c], J[m, c']> = (a[n].a[m] + 1) (g[n, c].g[m, c']), so t
 small Gram matrices per layer and the full one two thin matrix products per layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -57,11 +57,7 @@ class NeighbourhoodKernel:
         """(1/C) sum_c J_c J_c^T, [N, N]."""
         matrix = self._like.new_zeros(self.samples, self.samples)
         for layer in self.linear:
-            inputs = gram(layer.inputs[:, 0])
-            if layer.bias is not None:
-                inputs += 1
-            signals = _signal_trace(layer.signals)
-            matrix += inputs if signals is None else inputs.mul_(signals)
+            _add_linear_trace(matrix, layer)
         for parts in self.other:
             _add_dense_trace(matrix, parts, self.classes)
         return matrix
@@ -117,23 +113,21 @@ KERNELS: dict[str, type[FullKernel] | type[TraceKernel]] = {"full": FullKernel, 
 
 def gram(rows: Tensor, block: int = 300) -> Tensor:
     """rows rows^T; on a CPU only the blocks on and above the diagonal are multiplied."""
-    n = rows.shape[0]
-    if rows.device.type != "cpu" or n <= block:
-        return rows @ rows.T
-    out = rows.new_empty(n, n)
-    for i in range(0, n, block):
-        here = slice(i, i + block)
-        for j in range(i, n, block):
-            there = slice(j, j + block)
-            torch.mm(
-                rows[here],
-                rows[there].T,
-                out=(product := rows.new_empty(min(block, n - i), min(block, n - j))),
-            )
-            out[here, there] = product
-            if j > i:
-                out[there, here] = product.T
+    out = rows.new_empty(len(rows), len(rows))
+    for here, there in _upper_blocks(rows, block):
+        product = rows[here] @ rows[there].T
+        out[here, there] = product
+        if here != there:
+            out[there, here] = product.T
     return out
+
+
+def _upper_blocks(rows: Tensor, block: int = 300) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a symmetric matrix's blocks on and above the diagonal; all at once where that is quicker."""
+    n = len(rows)
+    size = block if rows.device.type == "cpu" else max(n, 1)
+    cuts = [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    return ((here, there) for i, here in enumerate(cuts) for there in cuts[i:])
 
 
 class _LinearBlock:
@@ -202,20 +196,52 @@ def _in_floats(signals: Signals, dtype: torch.dtype) -> Signals:
     return signals
 
 
-def _signal_trace(signals: Signals) -> Tensor | None:
-    """(1/C) sum_c g[n, c].g[m, c] for a linear layer; None stands for a matrix of ones."""
+def _add_linear_trace(matrix: Tensor, layer: FactoredLayer) -> None:
+    """Add (a a^T + 1) * (1/C) sum_c g_c g_c^T, a block at a time: nothing else of the matrix's size is made."""
+    inputs, signals = layer.inputs[:, 0], _signal_trace(layer.signals)
+    for here, there in _upper_blocks(inputs):
+        product = inputs[here] @ inputs[there].T
+        if layer.bias is not None:
+            product += 1
+        if signals is not None:
+            product *= signals(here, there)
+        matrix[here, there] += product
+        if here != there:
+            matrix[there, here] += product.T
+
+
+def _signal_trace(signals: Signals) -> Callable[[slice, slice], Tensor] | None:
+    """Blocks of (1/C) sum_c g[n, c].g[m, c] for a linear layer; None stands for a matrix of ones."""
     if isinstance(signals, IdentitySignals):
         return None
     classes = signals.shape[1]
+    if _masked(signals) is not None:
+        return lambda here, there: _masked_trace(_part(signals, here), _part(signals, there), classes)
+    rows = signals.explicit().flatten(1)
+    return lambda here, there: (rows[here] @ rows[there].T).div_(classes)
+
+
+def _part(signals: Signals, rows: slice) -> list[ChainedSignals]:
+    found = _masked(signals.narrow(rows.start, rows.stop))
+    assert found is not None
+    return found
+
+
+def _masked(signals: Signals) -> list[ChainedSignals] | None:
+    """The peers' parts, where each is g[n, c] = W[c] * slopes[n]: those of the layer below the last."""
     parts = signals.parts if isinstance(signals, SegmentedSignals) else (signals,)
-    masked = [p for p in parts if isinstance(p, ChainedSignals) and isinstance(p.above, IdentitySignals)]
-    if len(masked) == len(parts):  # g[n, c] = W[c] * slopes[n]: the classes sum into one weight per hidden unit
-        rows = [
-            torch.cat([(p.slopes * ((p.weight * q.weight).sum(0) / classes)) @ q.slopes.T for q in masked], 1)
-            for p in masked
+    found = [p for p in parts if isinstance(p, ChainedSignals) and isinstance(p.above, IdentitySignals)]
+    return found if len(found) == len(parts) else None
+
+
+def _masked_trace(rows: list[ChainedSignals], columns: list[ChainedSignals], classes: int) -> Tensor:
+    """The classes sum into one weight per hidden unit."""
+    return torch.cat(
+        [
+            torch.cat([(p.slopes * ((p.weight * q.weight).sum(0) / classes)) @ q.slopes.T for q in columns], 1)
+            for p in rows
         ]
-        return torch.cat(rows)
-    return gram(signals.explicit().flatten(1)).div_(classes)
+    )
 
 
 def _add_dense_trace(matrix: Tensor, parts: Sequence[LayerJacobian], classes: int) -> None:

@@ -26,9 +26,12 @@ def median(weights: Tensor, own: int, settings: RobustSettings) -> Tensor:
 
 
 def trimmed_mean(weights: Tensor, own: int, settings: RobustSettings) -> Tensor:
-    """Of each coordinate, without the `trim` share at either end: at least one value each where three are left."""
+    """Of each coordinate, without the `trim` share at either end, rounded up; one or two values are always left.
+
+    It stands as many liars in a neighbourhood as it leaves out at one end: liars that exaggerate all stand there.
+    """
     n = len(weights)
-    cut = min(max(1, int(settings.trim * n)), (n - 1) // 2) if settings.trim > 0 else 0
+    cut = min(math.ceil(settings.trim * n), (n - 1) // 2)
     return weights.sort(0).values[cut : n - cut].mean(0)
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from torch import Tensor
 
-from spark_node.learning.evolution import KernelOperator, Trajectory, evolve
+from spark_node.learning.evolution import KernelOperator, Terms, Trajectory, evolve
 from spark_node.learning.kernel import KERNELS
 from spark_node.learning.layers import Jacobian
 
@@ -17,18 +17,7 @@ class Solver(Protocol):
     def kernel(self, kind: str, jacobians: Sequence[Jacobian]) -> AbstractContextManager[KernelOperator]:
         """The kernel `full` or `trace`, held until the end of the context."""
 
-    def evolve(
-        self,
-        kernel: KernelOperator,
-        f0: Tensor,
-        target: Tensor,
-        *,
-        eta: float,
-        timesteps: Sequence[int],
-        integrator: str,
-        tolerance: float,
-        loss: str,
-    ) -> Trajectory:
+    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[Terms]) -> Trajectory:
         """The trajectory of the predictions under a kernel that this solver made."""
 
 
@@ -38,20 +27,8 @@ class LocalSolver:
     def kernel(self, kind: str, jacobians: Sequence[Jacobian]) -> AbstractContextManager[KernelOperator]:
         return nullcontext(KERNELS[kind](jacobians))
 
-    def evolve(
-        self,
-        kernel: KernelOperator,
-        f0: Tensor,
-        target: Tensor,
-        *,
-        eta: float,
-        timesteps: Sequence[int],
-        integrator: str,
-        tolerance: float,
-        loss: str,
-    ) -> Trajectory:
-        terms = {"eta": eta, "timesteps": timesteps, "integrator": integrator, "tolerance": tolerance, "loss": loss}
-        return evolve(kernel, f0, target, **terms)  # type: ignore[arg-type]
+    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[Terms]) -> Trajectory:
+        return evolve(kernel, f0, target, **terms)
 
 
 HERE = LocalSolver()

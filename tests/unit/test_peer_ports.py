@@ -1,5 +1,6 @@
 """Where the peers of a host listen: one port after the other from the first on, or free ones."""
 
+import asyncio
 import socket
 from urllib.request import urlopen
 
@@ -39,11 +40,14 @@ def test_metrics_are_served_at_the_port_that_was_asked_for() -> None:
         taken.listen()
         peer = PeerProcess(jobs(metrics_port=port)[0], None)
         with pytest.raises(ConfigError, match=f"network.metrics_port = {port}: 127.0.0.1:{port} cannot be had"):
-            peer._serve_metrics()
-    server = peer._serve_metrics()
-    try:
+            asyncio.run(peer._serve_metrics())
+
+    def scrape() -> bytes:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
-            assert b"spark_round" in page.read()
-    finally:
-        server.shutdown()
-        server.server_close()
+            return bytes(page.read())
+
+    async def served() -> bytes:
+        async with await peer._serve_metrics():
+            return await asyncio.to_thread(scrape)
+
+    assert b"spark_round" in asyncio.run(served())

@@ -32,7 +32,7 @@ def test_trimmed_mean_and_median_are_those_of_numpy(n: int, trim: float, seed: i
     settings = RobustSettings(trim=trim)
     found = AVERAGES["median"](torch.from_numpy(rows), 0, settings)
     np.testing.assert_allclose(found.numpy(), np.median(rows, axis=0))
-    cut = min(max(1, int(trim * n)), (n - 1) // 2) if trim > 0 else 0
+    cut = min(int(np.ceil(trim * n)), (n - 1) // 2)
     expected = np.sort(rows, axis=0)[cut : n - cut].mean(0)
     np.testing.assert_allclose(AVERAGES["trimmed-mean"](torch.from_numpy(rows), 0, settings).numpy(), expected)
 

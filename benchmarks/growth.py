@@ -86,7 +86,10 @@ def main() -> None:
     from benchmarks.common import arguments, report
 
     options = arguments(__doc__).parse_args()
-    rows = [measure(nodes) for nodes in ((20, 40) if options.quick else (50, 100, 300, 600))]
+    rows = []
+    for nodes in (20, 40) if options.quick else (50, 100, 300, 600):
+        rows.append(measure(nodes))
+        print(rows[-1], file=sys.stderr, flush=True)
     mean = statistics.mean(row["ms_per_peer"] for row in rows)
     for row in rows:
         row["off_mean_%"] = 100 * (row["ms_per_peer"] / mean - 1)

@@ -1,6 +1,7 @@
 """What a process holds in memory, as the kernel counts it (Linux; nothing elsewhere)."""
 
 import ctypes
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,21 @@ def memory_of(pid: int | str = "self") -> dict[str, int]:
         return {}
     names = {"Rss:": "resident_bytes", "Pss:": "pss_bytes"}
     return {names[word]: int(rest[0]) * 1024 for word, *rest in map(str.split, lines) if word in names}
+
+
+class MemoryMeter:
+    """This process's memory, looked at every few minutes: the kernel walks all pages for it, 60 ms beside 300 peers."""
+
+    def __init__(self, seconds: float = 300.0) -> None:
+        self._seconds, self._until = seconds, 0.0
+        self._found: dict[str, int] = {}
+
+    def now(self) -> dict[str, int]:
+        """`memory_of` this process, as it was a few minutes ago at the longest."""
+        if time.monotonic() >= self._until:
+            self._until = time.monotonic() + self._seconds
+            self._found = memory_of()
+        return self._found
 
 
 def tune_allocator() -> None:

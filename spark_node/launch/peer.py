@@ -83,6 +83,7 @@ class PeerProcess:
         codec = job.config.package.codec
         self._metrics = PeerMetrics(job.name, self._traffic, self._security, codec, job.config)
         self._progress = Progress(job.name, self._network.model_history)
+        self._metrics.memory = self._progress.memory
         self._service = Service(self._progress, job.config.package.chunk_bytes, self._security, self._traffic)
         self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._reported: dict[str, Counter[Any]] = {}

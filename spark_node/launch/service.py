@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.learning.messages import Weights
-from spark_node.memory import memory_of
+from spark_node.memory import MemoryMeter
 from spark_node.package.chunks import split
 from spark_node.package.format import Terms
 from spark_node.package.writer import encode
@@ -36,6 +36,7 @@ class Progress:
         self._history = history
         self._changed = asyncio.Condition()
         self.control: Callable[[], int] = lambda: 0
+        self.memory = MemoryMeter()
 
     async def set(self, state: str, k: int | None = None) -> None:
         async with self._changed:
@@ -74,8 +75,8 @@ class Progress:
                 said = now()
                 fresh = [report for report in self.reports if report.round > after]
             after = max([after, *(report.round for report in fresh)])
-            if any(report.round <= 2 or report.round % 5 == 0 for report in fresh):  # the kernel walks all pages for it
-                memory = await asyncio.to_thread(memory_of)
+            if any(report.round > 1 for report in fresh):  # in the first round not everything is there yet
+                memory = await asyncio.to_thread(self.memory.now)
             yield pb.Progress(
                 name=self.name,
                 state=said[0],

@@ -1,21 +1,24 @@
 """Turns: only so many peers of one host compute at once, in the order in which they ask.
 
 A connection to the steward is a request, a byte from it is the turn, and closing the connection gives the turn back:
-the kernel does that for a peer that dies, however it dies. One that holds its turn for too long, because it was stopped
-(SIGSTOP) or hangs, no longer counts, so that the others go on.
+the kernel does that for a peer that dies, however it dies. One that is stopped (SIGSTOP) does not count while it is so,
+one that holds its turn for too long no longer counts, so that the others go on.
 """
 
 import logging
 import selectors
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.5
+"""Between two looks, while somebody waits, whether a holder was stopped."""
 _OVERDUE_SECONDS = 30.0
 """After that a turn counts no more. Whoever really computes for so long shares the processors for the rest."""
 
@@ -58,7 +61,7 @@ class Steward:
         self._lines = selectors.DefaultSelector()
         self._lines.register(self._door, selectors.EVENT_READ)
         while True:
-            for key, _ in self._lines.select(self._until_overdue()):
+            for key, _ in self._lines.select(self._until_next_look()):
                 if key.fileobj is self._door:
                     self._admit()
                 elif isinstance(key.fileobj, socket.socket):
@@ -81,7 +84,7 @@ class Steward:
 
     def _hand_out(self) -> None:
         now = time.monotonic()
-        while self._asking and sum(now - since < self._overdue for since in self._holding.values()) < self._count:
+        while self._asking and sum(self._counts(line, now) for line in self._holding) < self._count:
             line = self._asking.popleft()
             self._holding[line] = now
             try:
@@ -89,8 +92,18 @@ class Steward:
             except OSError:
                 continue  # it is gone: select tells so next
 
-    def _until_overdue(self) -> float | None:
-        """Seconds until somebody's turn ceases to count; None where nobody waits for that."""
-        now = time.monotonic()
-        left = [self._overdue - (now - since) for since in self._holding.values() if now - since < self._overdue]
-        return min(left) if self._asking and left else None
+    def _counts(self, line: socket.socket, now: float) -> bool:
+        """Whether a holder may still be computing."""
+        return now - self._holding[line] < self._overdue and not _is_stopped(line)
+
+    def _until_next_look(self) -> float | None:
+        """Seconds until a turn may have ceased to count; None where nobody waits for that."""
+        return _LOOK_SECONDS if self._asking and self._holding else None
+
+
+def _is_stopped(line: socket.socket) -> bool:
+    """Whether the process at the other end was stopped by a signal, as far as the system tells (Linux)."""
+    with suppress(OSError, AttributeError):
+        pid, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False

@@ -67,16 +67,39 @@ def test_a_turn_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
             os.waitpid(gone, 0)
 
 
-def test_a_stopped_holder_costs_one_wait_and_no_more(tmp_path: Path) -> None:
+def test_a_holder_that_never_ends_costs_one_wait_and_no_more(tmp_path: Path) -> None:
     with steward(tmp_path, 1, overdue=0.5) as turns:
         pid = holder(turns)
-        os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
         for _ in range(5):
             with turns.one():
                 pass
         assert 0.3 < time.monotonic() - started < 10
         end(pid)
+
+
+def test_a_stopped_holder_is_not_waited_for_and_counts_again_when_it_goes_on(tmp_path: Path) -> None:
+    with steward(tmp_path, 1, overdue=3600.0) as turns:
+        pid = holder(turns)
+        os.kill(pid, signal.SIGSTOP)
+        with turns.one():
+            pass
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.2)
+        ready, tell = os.pipe()
+        os.set_blocking(ready, False)
+        waiting = child(lambda: _take(turns, tell))
+        time.sleep(1.5)
+        with pytest.raises(BlockingIOError):
+            os.read(ready, 1)  # nobody has a turn beside a holder that computes again
+        end(pid)
+        os.waitpid(waiting, 0)
+        assert os.read(ready, 1) == b"x"
+
+
+def _take(turns: Turns, tell: int) -> None:
+    with turns.one():
+        os.write(tell, b"x")
 
 
 def test_who_dies_in_the_queue_is_passed_over(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -198,6 +199,14 @@ async def serve(metrics: Collector, host: str, port: int = 0) -> asyncio.Server:
         yield await asyncio.to_thread(generate_latest, registry)  # it may look at every page of the process
 
     return await web.serve((host, port), {"/metrics": lambda: web.Page(CONTENT_TYPE_LATEST, scraped())})
+
+
+def serve_from_thread(metrics: Collector, host: str, port: int = 0) -> int:
+    """The same for a process whose event loop ends before the last scrape; the port that was taken."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    found: Any = start_http_server(port, host, registry)
+    return int(found[0].server_port)
 
 
 def port_of(server: asyncio.Server) -> int:

@@ -186,7 +186,7 @@ async def _follow(session: _Session) -> None:
     )
     watchers: list[Watcher] = [folder, session.shown]
     if session.metrics_port is not None:
-        watchers.append(await _serve_metrics(session, run_id, before))
+        watchers.append(_serve_metrics(session, run_id, before))
     module = model.build(config.model, dataset.shape, dataset.classes, config.run.seed)
     watcher, info = Together(*watchers), describe(config, dataset, partition, module)
     watcher.started(info)
@@ -196,17 +196,17 @@ async def _follow(session: _Session) -> None:
     await observe(config, orchestrator, dataset, module, info, watcher, recorded=recorded, page=session.page)
 
 
-async def _serve_metrics(session: _Session, run_id: str, before: "Run | None") -> "Watcher":
-    from spark_node.metrics import port_of, serve
+def _serve_metrics(session: _Session, run_id: str, before: "Run | None") -> "Watcher":
+    from spark_node.metrics import serve_from_thread
     from spark_node.observe.series import ObserverMetrics
 
     metrics, host = ObserverMetrics(session.config, run_id, before), session.config.network.host
     try:
-        server = await serve(metrics, host, session.metrics_port or 0)
+        port = serve_from_thread(metrics, host, session.metrics_port or 0)
     except OSError as error:
         given = f"--metrics-port {session.metrics_port} on {host}"
         raise UserError(f"{given}: {error.strerror}; give another (0 = a free one) or --host") from None
-    session.shown.note(f"Metrics at http://{host}:{port_of(server)}/metrics")
+    session.shown.note(f"Metrics at http://{host}:{port}/metrics")
     return metrics
 
 

@@ -192,8 +192,7 @@ class PeerMetrics(Collector):
 
 async def serve(metrics: Collector, host: str, port: int = 0) -> asyncio.Server:
     """Answer scrapes at /metrics; port 0 takes a free one (`port_of` tells which)."""
-    registry = CollectorRegistry()
-    registry.register(metrics)
+    registry = _registry_of(metrics)
 
     async def scraped() -> AsyncIterator[bytes]:
         yield await asyncio.to_thread(generate_latest, registry)  # it may look at every page of the process
@@ -203,10 +202,14 @@ async def serve(metrics: Collector, host: str, port: int = 0) -> asyncio.Server:
 
 def serve_from_thread(metrics: Collector, host: str, port: int = 0) -> int:
     """The same for a process whose event loop ends before the last scrape; the port that was taken."""
+    found: Any = start_http_server(port, host, _registry_of(metrics))
+    return int(found[0].server_port)
+
+
+def _registry_of(metrics: Collector) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(metrics)
-    found: Any = start_http_server(port, host, registry)
-    return int(found[0].server_port)
+    return registry
 
 
 def port_of(server: asyncio.Server) -> int:

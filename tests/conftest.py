@@ -7,9 +7,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # started in the background: what tests start would not hear Ctrl-C
+# Started in the background: what tests start would not hear Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

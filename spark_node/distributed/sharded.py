@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spark_node.distributed.group import Group, RankLost
 from spark_node.distributed.wire import Said, Tensors, describe_jacobian, read_jacobian
-from spark_node.learning.evolution import KernelOperator, Terms, Trajectory, evolve
+from spark_node.learning.evolution import EvolutionTerms, KernelOperator, Trajectory, evolve
 from spark_node.learning.layers import Jacobian
 from spark_node.learning.sharding import SHARDED, ShardedFull, ShardedTrace, shard
 
@@ -106,7 +106,7 @@ class Lead:
                 with self._in_order():
                     self._group.agree(Word.RELEASE)
 
-    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[Terms]) -> Trajectory:
+    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[EvolutionTerms]) -> Trajectory:
         assert isinstance(kernel, LedKernel)
         with self._in_order():
             self._ask(Word.EVOLVE, {**terms, "timesteps": list(terms["timesteps"])}, f0, target)
@@ -181,7 +181,7 @@ def serve(group: Group) -> None:
             assert part is not None
             if word is Word.EVOLVE:
                 try:
-                    _evolve(group, part, tensors[0], tensors[1], cast(Terms, said))
+                    _evolve(group, part, tensors[0], tensors[1], cast(EvolutionTerms, said))
                 except ArithmeticError as error:  # rank 0 has met the same, and tells it
                     log.debug("%s", error)
             elif word is Word.APPLY:
@@ -196,7 +196,9 @@ def serve(group: Group) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _evolve(group: Group, part: ShardedFull | ShardedTrace, f0: Tensor, target: Tensor, terms: Terms) -> Trajectory:
+def _evolve(
+    group: Group, part: ShardedFull | ShardedTrace, f0: Tensor, target: Tensor, terms: EvolutionTerms
+) -> Trajectory:
     """The evolution on every rank at once; RankLost where the ranks' numbers are not the same bits."""
     found = evolve(part, f0, target, **terms)
     last = torch.stack([found.predictions[-1], found.residual_sums[-1]]).cpu()

@@ -92,7 +92,7 @@ class Problem:
         return torch.stack([self.kernel.apply(r).mul_(-self.eta / self.kernel.samples), r])
 
 
-class Terms(TypedDict, total=False):
+class EvolutionTerms(TypedDict, total=False):
     """What `evolve` takes beside the tensors, for those who pass it on."""
 
     eta: Required[float]

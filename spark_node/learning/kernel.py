@@ -216,12 +216,12 @@ def _signal_trace(signals: Signals) -> Callable[[slice, slice], Tensor] | None:
         return None
     classes = signals.shape[1]
     if _masked(signals) is not None:
-        return lambda here, there: _masked_trace(_part(signals, here), _part(signals, there), classes)
+        return lambda here, there: _masked_trace(_masked_rows(signals, here), _masked_rows(signals, there), classes)
     rows = signals.explicit().flatten(1)
     return lambda here, there: (rows[here] @ rows[there].T).div_(classes)
 
 
-def _part(signals: Signals, rows: slice) -> list[ChainedSignals]:
+def _masked_rows(signals: Signals, rows: slice) -> list[ChainedSignals]:
     found = _masked(signals.narrow(rows.start, rows.stop))
     assert found is not None
     return found

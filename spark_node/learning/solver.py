@@ -6,7 +6,7 @@ from typing import Protocol, Unpack
 
 from torch import Tensor
 
-from spark_node.learning.evolution import KernelOperator, Terms, Trajectory, evolve
+from spark_node.learning.evolution import EvolutionTerms, KernelOperator, Trajectory, evolve
 from spark_node.learning.kernel import KERNELS
 from spark_node.learning.layers import Jacobian
 
@@ -17,7 +17,7 @@ class Solver(Protocol):
     def kernel(self, kind: str, jacobians: Sequence[Jacobian]) -> AbstractContextManager[KernelOperator]:
         """The kernel `full` or `trace`, held until the end of the context."""
 
-    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[Terms]) -> Trajectory:
+    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[EvolutionTerms]) -> Trajectory:
         """The trajectory of the predictions under a kernel that this solver made."""
 
 
@@ -27,7 +27,7 @@ class LocalSolver:
     def kernel(self, kind: str, jacobians: Sequence[Jacobian]) -> AbstractContextManager[KernelOperator]:
         return nullcontext(KERNELS[kind](jacobians))
 
-    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[Terms]) -> Trajectory:
+    def evolve(self, kernel: KernelOperator, f0: Tensor, target: Tensor, **terms: Unpack[EvolutionTerms]) -> Trajectory:
         return evolve(kernel, f0, target, **terms)
 
 

@@ -11,9 +11,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from spark_node.config import is_loopback
 from spark_node.errors import UserError
 from spark_node.observe.live import Live
-from spark_node.web import Page, is_loopback, serve
+from spark_node.web import Page, serve
 
 PORT = 7420
 _PAUSE, _BEAT = 0.5, 5.0

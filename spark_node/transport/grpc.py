@@ -25,7 +25,6 @@ from spark_node.security.tls import Security
 from spark_node.transport.deadline import Deadlines, Suspicion
 from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
-from spark_node.web import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +52,17 @@ _INNOCENT = (
 
 
 def options(package: PackageSettings, network: NetworkSettings) -> list[tuple[str, Any]]:
-    """Channel and server options: bounded messages, probes through the quiet phases of a round, no shared ports.
-
-    No probes on the loopback, where a connection cannot vanish unnoticed: timers that wait keep gRPC's threads awake.
-    """
+    """Channel and server options: bounded messages, probes through the quiet phases of a round, no shared ports."""
     limit = 2 * package.chunk_bytes + 2**16
     probe = int(1000 * network.keepalive)
-    probes = [
+    return [
+        ("grpc.max_send_message_length", limit),
+        ("grpc.max_receive_message_length", limit),
         ("grpc.keepalive_time_ms", probe),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", probe // 2),
-    ]
-    return [
-        *([] if is_loopback(network.host) else probes),
-        ("grpc.max_send_message_length", limit),
-        ("grpc.max_receive_message_length", limit),
-        ("grpc.client_idle_timeout_ms", 2**31 - 1),  # a connection is ours to close, when its peer is no neighbour
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 20_000),  # the time a connection may take; a refusal comes at once
         ("grpc.max_reconnect_backoff_ms", 2000),

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from spark_node.web import Page, is_loopback, is_ours, serve
+from spark_node.config import is_loopback
+from spark_node.web import Page, is_ours, serve
 
 
 async def ask(server: asyncio.Server, request: bytes) -> bytes:

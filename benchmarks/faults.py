@@ -2,8 +2,8 @@
 
 Every peer is a process with its own gRPC service. The victims' processes kill themselves at the named point of round 5
 (nobody is told). A stall is the longest round of any surviving peer from then on; a normal round is the median of all
-rounds before. The last row of a size hangs the victims (SIGSTOP) instead: nothing tells that apart from slowness, so
-their neighbours wait for the deadline once. Victims are not started again.
+rounds before. The last row of a size hangs the victims (SIGSTOP) instead: their connections stay, so their neighbours
+must ask whether they are alive (`network.sign_of_life`). Victims are not started again.
 """
 
 import json

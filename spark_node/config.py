@@ -349,6 +349,12 @@ class NetworkSettings:
         600.0, 0.01, 86_400.0, "most seconds that a stage waits for its neighbours, whatever the floor"
     )
     deadline_spread: float = _number(8.0, 0.0, 1000.0, "k: the deadline is median + k MAD of the waits seen so far")
+    sign_of_life: float = _number(
+        10.0,
+        0.0,
+        3600.0,
+        "seconds in which a neighbour that is unusually late must answer a call, twice; 0 = never asked",
+    )
     suspicion_floor: float = _number(1.0, 0.01, 86_400.0, "least seconds for a neighbour that failed again and again")
     ahead: int = _number(2, 1, 64, "rounds that a neighbour's message may come early and is kept")
     streams: int = _number(64, 1, 10_000, "messages that a peer receives at once; more are told to come again")

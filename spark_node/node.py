@@ -89,7 +89,7 @@ class Node:
             sending = {peer: self._start(self._transport.send(peer, stage, k, m)) for peer, m in outgoing.items()}
             with self._timings(f"waiting, {stage}"):
                 arrived = await self._transport.gather(stage, k, used, self._deadline)
-                await asyncio.gather(*(task for peer, task in sending.items() if peer in used))
+                await asyncio.gather(*(task for peer, task in sending.items() if peer in arrived))
             sound = {peer: m for peer, m in arrived.items() if self._accept(peer, stage, k, m)}
             await self._compute(self.algorithm.incorporate, stage, k, sound, heavy=heavy)
             used = tuple(peer for peer in used if peer in sound)  # nobody is waited for twice in a round

@@ -18,8 +18,11 @@ class Deadlines:
     turn comes first is done long before the others.
     """
 
-    def __init__(self, floor: float, ceiling: float, spread: float) -> None:
+    def __init__(self, floor: float, ceiling: float, spread: float, sign_of_life: float = 0.0) -> None:
         self._floor, self._ceiling, self._spread = floor, ceiling, spread
+        self.look = min(sign_of_life, floor / 4)
+        """Seconds that a late neighbour has to answer a call. Two that it misses are over well before a deadline is, so
+        that who waited for one that hangs is not late himself."""
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._rounds: deque[float] = deque(maxlen=_ROUNDS)
 
@@ -33,13 +36,19 @@ class Deadlines:
 
     def of(self, stage: str) -> float:
         """Seconds that the next such wait may take."""
-        waits = self._waits[stage]
-        if len(waits) < _ENOUGH or len(self._rounds) < _ROUNDS:
+        if len(self._waits[stage]) < _ENOUGH or len(self._rounds) < _ROUNDS:
             return self._ceiling
+        longest = max(self.usual(stage) + 3 * self.look, 2 * max(self._rounds), self._floor)
+        return min(longest, self._ceiling)
+
+    def usual(self, stage: str) -> float:
+        """Seconds that hardly any wait takes: after them it is worth a look whether a neighbour is still there."""
+        waits = self._waits[stage]
+        if len(waits) < _ENOUGH:
+            return self.look
         middle = median(waits)
         spread = median(abs(wait - middle) for wait in waits)
-        expected = max(middle + self._spread * spread, 2 * max(self._rounds))
-        return min(max(expected, self._floor), self._ceiling)
+        return max(middle + self._spread * spread, self.look)
 
 
 class Suspicion:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
@@ -129,7 +130,9 @@ class GrpcTransport:
         self._network, self._package = network, codec.terms.settings
         self._compute = compute
         self.mailbox = Mailbox(network.ahead)
-        self.deadlines = Deadlines(network.deadline_floor, network.deadline_ceiling, network.deadline_spread)
+        self.deadlines = Deadlines(
+            network.deadline_floor, network.deadline_ceiling, network.deadline_spread, network.sign_of_life
+        )
         self.suspicion = Suspicion(network.suspicion_floor)
         self._channels: dict[tuple[str, str], aio.Channel] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
@@ -163,15 +166,21 @@ class GrpcTransport:
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
         limit = self.suspicion.granted(peer, self.deadlines.of(stage))
+        delivery = asyncio.create_task(self._deliver(peer, stage, k, message))
+        look = asyncio.create_task(self._look_after(k, peer, self.deadlines.usual(stage)))
         try:
-            async with asyncio.timeout(limit):
-                reason = await self._deliver(peer, stage, k, message)
-        except TimeoutError:
-            reason = pb.REASON_LATE
+            await asyncio.wait({delivery, look}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if look.done() and not delivery.done():
+                look.result()
+                return
+            reason = delivery.result() if delivery.done() else pb.REASON_LATE
         except aio.AioRpcError as error:
             log.warning("round %d, %s: %s cannot be reached (%s)", k, stage, peer, error.code().name)
             await self._lose(k, peer, "unreachable")
             return
+        finally:
+            delivery.cancel()
+            look.cancel()
         if reason in (pb.REASON_NONE, pb.REASON_DUPLICATE):
             return
         name = reason_name(reason)
@@ -194,6 +203,8 @@ class GrpcTransport:
         self.traffic.suspected.update(peer for peer in wanted if self.suspicion.suspects(peer))
         watching = [asyncio.create_task(self._watch(k, peer)) for peer in wanted]
         watching += [asyncio.create_task(self._expire(p, granted[p], expired)) for p in wanted if granted[p] < limit]
+        usual = self.deadlines.usual(stage)
+        watching += [asyncio.create_task(self._look_after(k, peer, usual)) for peer in wanted]
         start, arrivals = time.monotonic(), [0.0]
         try:
             found = await self.mailbox.take(k, stage, due, limit, arrivals.append)
@@ -203,7 +214,7 @@ class GrpcTransport:
         for seconds in arrivals[1:]:
             self.deadlines.seen(stage, seconds)
         late = due() - set(found) | (expired - set(found) - self._lost[k])
-        if late:
+        if wanted - set(found):
             self._wasted += time.monotonic() - start - arrivals[-1]
         for peer in late:
             log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, granted[peer])
@@ -351,16 +362,45 @@ class GrpcTransport:
             await channel.wait_for_state_change(state)
             broke = broke or state is grpc.ChannelConnectivity.READY
 
-    async def _is_past(self, k: int, peer: str, channel: aio.Channel) -> bool:
-        """Whether a neighbour says that round k is over where it is; one that has not joined yet is asked again."""
+    async def _look_after(self, k: int, peer: str, usual: float) -> None:
+        """Tell a late neighbour that hangs from one that is slow, which answers a call while it computes.
+
+        Who waits for one that hangs is late for others in turn; without this look all would wait, and ever longer.
+        It ends when the neighbour is lost.
+        """
+        patience, missed = self.deadlines.look, 0
+        suspected = self.suspicion.suspects(peer)
+        await asyncio.sleep(math.inf if not patience else 0.0 if suspected else usual)
+        while True:
+            try:
+                receipt = await self._standing_of(self._channel(peer), patience)
+                self._standing[peer], missed = receipt.round, 0
+            except aio.AioRpcError as error:  # one that is gone is `_watch`'s to notice
+                missed = missed + 1 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else 0
+            if peer in self._lost[k]:
+                return
+            if missed > (0 if suspected else 1):
+                log.warning("round %d: %s gives no sign of life", k, peer)
+                await self._lose(k, peer, "hanging")
+                return
+            if not missed:
+                await asyncio.sleep(patience)
+
+    async def _standing_of(self, channel: aio.Channel, seconds: float) -> "pb.Receipt":
+        """Where a neighbour says that it is."""
         call = channel.unary_unary(
             _STANDING,
             request_serializer=pb.StandingRequest.SerializeToString,
             response_deserializer=pb.Receipt.FromString,
         )
+        receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run), timeout=seconds)
+        return receipt
+
+    async def _is_past(self, k: int, peer: str, channel: aio.Channel) -> bool:
+        """Whether a neighbour says that round k is over where it is; one that has not joined yet is asked again."""
         while True:
             try:
-                receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run), timeout=HELD_SECONDS)
+                receipt = await self._standing_of(channel, HELD_SECONDS)
             except aio.AioRpcError:
                 return False  # it is gone again: the state of the connection tells
             if receipt.reason != pb.REASON_EARLY:
@@ -377,7 +417,7 @@ class GrpcTransport:
     async def _lose(self, k: int, peer: str, reason: str) -> None:
         """Nobody waits for a peer that cannot be reached, or that is in a later round or another graph."""
         self.traffic.rejected[reason] += 1
-        if peer not in self._lost[k] and reason == "unreachable":
+        if peer not in self._lost[k] and reason in ("unreachable", "hanging"):
             self.suspicion.failed(peer)
         self._lost[k].add(peer)
         await self.mailbox.give_up()

@@ -21,31 +21,31 @@ VICTIM = "peer-002"
 
 
 class Suicidal:
-    """An algorithm whose process is killed when it comes to a stage of a round."""
+    """An algorithm whose process is killed, or stopped, when it comes to a stage of a round."""
 
-    def __init__(self, inner: Any, stage: str, k: int) -> None:
-        self._inner, self._stage, self._k = inner, stage, k
+    def __init__(self, inner: Any, stage: str, k: int, number: int) -> None:
+        self._inner, self._stage, self._k, self._number = inner, stage, k, number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def outgoing(self, stage: str, k: int, neighbours: Any) -> Any:
         if (stage, k) == (self._stage, self._k):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
         return self._inner.outgoing(stage, k, neighbours)
 
     def incorporate(self, stage: str, k: int, arrived: Any) -> None:
         if (f"after {stage}", k) == (self._stage, self._k):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
         self._inner.incorporate(stage, k, arrived)
 
 
-def doomed(monkeypatch: pytest.MonkeyPatch, stage: str, k: int) -> None:
-    """The victim's process dies at that point; everybody else's does not."""
+def doomed(monkeypatch: pytest.MonkeyPatch, stage: str, k: int, number: int = signal.SIGKILL) -> None:
+    """The victim's process gets the signal at that point; everybody else's does not."""
 
     def make(config: Any, peer: str, *args: Any, **kwargs: Any) -> Any:
         made = make_algorithm(config, peer, *args, **kwargs)
-        return Suicidal(made, stage, k) if peer == VICTIM else made
+        return Suicidal(made, stage, k, number) if peer == VICTIM else made
 
     monkeypatch.setattr(peer_module, "make_algorithm", make)
 
@@ -66,6 +66,24 @@ def test_a_peer_that_is_killed_in_a_stage_is_left_out_and_nobody_waits_for_the_d
     assert len(found) == 5, logs(tmp_path)
     assert len(network.log.records) == 4
     assert time.monotonic() - start < 45, f"somebody waited for the deadline\n{logs(tmp_path)}"
+
+
+@pytest.mark.parametrize("stage", ["weights", "after consensus"])
+@isolated
+def test_a_peer_that_hangs_is_left_out_when_it_gives_no_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """In its second round, when the deadline is the ceiling; slow neighbours are not left out."""
+    doomed(monkeypatch, stage, 2, signal.SIGSTOP)
+    config = small(run__rounds=6, network__restarts=0, network__lease=15.0, network__deadline_floor=12.0)
+    network = Network(config, tmp_path)
+    start = time.monotonic()
+    found = network.train()
+    assert time.monotonic() - start < 120, f"somebody waited for the deadline\n{logs(tmp_path)}"
+    assert VICTIM not in found
+    assert len(found) == 5, logs(tmp_path)
+    assert f"{VICTIM} gives no sign of life" in logs(tmp_path)
+    assert network.log.records[-1].neighbours_used > 0, logs(tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["weights", "after weights", "package"])

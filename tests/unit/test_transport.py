@@ -56,6 +56,19 @@ def test_a_deadline_is_the_median_and_k_deviations_within_floor_and_ceiling() ->
     assert deadlines.of("package") == 100.0
 
 
+def test_a_look_after_a_neighbour_begins_when_it_is_later_than_usual_and_is_over_before_the_deadline() -> None:
+    deadlines = Deadlines(12.0, 600.0, 8.0, sign_of_life=10.0)
+    assert deadlines.look == 3.0  # a quarter of the floor
+    assert deadlines.usual("package") == deadlines.look
+    for _ in range(3):
+        deadlines.round_took(0.1)
+    for wait in (10.0, 11.0, 12.0, 13.0, 14.0):
+        deadlines.seen("package", wait)
+    assert deadlines.usual("package") == 12.0 + 8 * 1.0
+    assert deadlines.of("package") == deadlines.usual("package") + 3 * deadlines.look
+    assert Deadlines(120.0, 600.0, 8.0, sign_of_life=10.0).look == 10.0
+
+
 def test_each_failure_in_a_row_halves_what_a_neighbour_is_granted_and_a_word_of_it_forgives() -> None:
     suspicion = Suspicion(floor=1.0)
     grants = []

@@ -5,14 +5,14 @@ sharpness. All peers start from one model, so this is "train locally, then avera
 after local training is what is evaluated and sent next, as in every other algorithm here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from spark_node.config import LocalSettings
 from spark_node.learning import schedules
+from spark_node.learning.chain import Autograd, ChainRule, links_of
 from spark_node.learning.gossip import Gossip
 from spark_node.model import ParameterLayout
 from spark_node.seeds import stream
@@ -30,7 +30,6 @@ class GossipSgd(Gossip):
         descent = Descent(self.module, self.w, settings, eta)
         for batches in self._epochs(k):
             losses = [descent.step(x, y) for x, y in batches]
-        descent.finish()
         met = zip(torch.stack(losses).tolist(), batches, strict=True)
         return {"eta": eta, "loss": sum(loss * len(y) for loss, (_, y) in met) / samples}
 
@@ -47,70 +46,44 @@ class GossipSgd(Gossip):
 
 
 class Descent:
-    """Gradient steps on w, in place: the module's parameters are views of w, their gradients views of the velocity.
+    """Gradient steps on w, in place, as a few operations on flat vectors: v <- mu v + g + lambda w, w <- w - eta v.
 
-    So the backward pass itself adds the gradient to mu v, and the rest of a step is one or two operations on flat
-    vectors: v <- mu v + g + lambda w, w <- w - eta v. A new Descent begins with v = 0.
+    The module's parameters become views of w. A new Descent begins with v = 0.
     """
 
     def __init__(self, module: nn.Module, w: Tensor, settings: LocalSettings, eta: float) -> None:
-        self._module, self._settings, self._eta = module, settings, eta
-        self._parameters = list(module.parameters())
-        self._layout = ParameterLayout.of(module)
+        self._module, self._layout = module, ParameterLayout.of(module)
+        self._settings, self._eta = settings, eta
         self.w, self.v = w, torch.zeros_like(w)
-        for parameter, view in zip(self._parameters, self._views(w), strict=True):
+        for parameter, view in zip(module.parameters(), self._layout.unflatten(w).values(), strict=True):
             parameter.requires_grad_(True)
             parameter.data = view
-        self._velocity = self._views(self.v)
+        self._gather = self._into(self.v)
         if settings.sam_rho:
-            self._gradient = torch.zeros_like(w)
-            self._ascent = self._views(self._gradient)
-        else:
-            self._collect_in(self._velocity)
+            self._gradient = torch.empty_like(w)
+            self._ascend = self._into(self._gradient)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """One step on one batch; its loss before the step."""
-        loss = self._gather_sharply(x, y) if self._settings.sam_rho else self._gather(x, y)
-        if self._settings.weight_decay:
-            self.v.add_(self.w, alpha=self._settings.weight_decay)
+        mu, decay = self._settings.momentum, self._settings.weight_decay
+        loss = self._gather_sharply(x, y) if self._settings.sam_rho else self._gather(mu, x, y)
+        if decay:
+            self.v.add_(self.w, alpha=decay)
         self.w.add_(self.v, alpha=-self._eta)
         return loss
 
-    def finish(self) -> None:
-        """Let go of the gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _gather(self, x: Tensor, y: Tensor) -> Tensor:
-        """v <- mu v + grad L(w)."""
-        mu = self._settings.momentum
-        self.v.mul_(mu) if mu else self.v.zero_()
-        return self._backward(x, y)
-
     def _gather_sharply(self, x: Tensor, y: Tensor) -> Tensor:
         """v <- mu v + grad L(w + eps), with eps from the gradient at w."""
-        self._gradient.zero_()
-        self._collect_in(self._ascent)
-        loss, w = self._backward(x, y), self.w.clone()
+        loss, w = self._ascend(0.0, x, y), self.w.clone()
         self.w.add_(perturbation(w, self._gradient, self._settings))
-        self._collect_in(self._velocity)
-        self._gather(x, y)
+        self._gather(self._settings.momentum, x, y)
         self.w.copy_(w)
         return loss
 
-    def _backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss; its gradient is added where gradients are collected."""
-        loss = cross_entropy(self._module(x), y)
-        loss.backward()
-        return loss.detach()
-
-    def _collect_in(self, views: Sequence[Tensor]) -> None:
-        """From now on the backward pass adds gradients there."""
-        for parameter, view in zip(self._parameters, views, strict=True):
-            parameter.grad = view
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return list(self._layout.unflatten(flat).values())
+    def _into(self, v: Tensor) -> ChainRule | Autograd:
+        """What gathers gradients in v."""
+        links = links_of(self._module)
+        return ChainRule(links, self._layout, self.w, v) if links else Autograd(self._module, self._layout, v)
 
 
 def perturbation(w: Tensor, gradient: Tensor, settings: LocalSettings) -> Tensor:

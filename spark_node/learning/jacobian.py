@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
+from spark_node.learning.chain import Link, forward, links_of, shared_parameters
 from spark_node.learning.layers import DenseLayer, FactoredLayer, Jacobian, LayerJacobian, concatenate
 from spark_node.learning.signals import ChainedSignals, ExplicitSignals, IdentitySignals, Signals
 from spark_node.model import ParameterLayout
@@ -21,90 +22,27 @@ def jacobian(module: nn.Module, w: Tensor, x: Tensor, *, form: Form = "auto", ch
     """The Jacobian of module(x) at the flat weights w."""
     layout = ParameterLayout.of(module)
     if form != "dense" and (isinstance(form, str) or "dense" not in form.values()):
-        chain = _chain(module)
+        chain = links_of(module)
         if chain is not None:
             return _chain_jacobian(chain, layout, w, x)
     pieces = [_module_jacobian(module, layout, w, part, form) for part in x.split(chunk)]
     return pieces[0] if len(pieces) == 1 else concatenate(pieces)
 
 
-@dataclass(frozen=True)
-class _Link:
-    """A linear layer of a chain, and the activation after it (None after the last)."""
-
-    name: str
-    bias: bool
-    activation: nn.Module | None
-
-
-_ELEMENTWISE = (
-    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity,
-)  # fmt: skip
-
-
-def _chain(module: nn.Module) -> list[_Link] | None:
-    """The links of a Sequential of linear layers with element-wise activations between them, else None."""
-    if not isinstance(module, nn.Sequential) or len(list(module.named_children())) != len(module):
-        return None
-    if _shared_parameters(module):
-        return None
-    links: list[_Link] = []
-    for name, part in module.named_children():
-        if isinstance(part, nn.Linear):
-            if links and links[-1].activation is None:
-                links[-1] = _Link(links[-1].name, links[-1].bias, nn.Identity())
-            links.append(_Link(name, part.bias is not None, None))
-        elif (isinstance(part, nn.Flatten) and not links and part.start_dim == 1 and part.end_dim == -1) or (
-            isinstance(part, nn.Dropout) and not part.training
-        ):
-            continue
-        elif type(part) in _ELEMENTWISE and links and links[-1].activation is None:
-            links[-1] = _Link(links[-1].name, links[-1].bias, part)
-        else:
-            return None
-    return links if links and links[-1].activation is None else None
-
-
-def _slopes(activation: nn.Module, z: Tensor) -> Tensor:
-    """Derivative of an element-wise activation at z."""
-    if type(activation) is nn.ReLU:
-        return z > 0
-    with torch.enable_grad():
-        leaf = z.detach().clone().requires_grad_()
-        return torch.autograd.grad(activation(leaf).sum(), leaf)[0]
-
-
-def _chain_jacobian(links: list[_Link], layout: ParameterLayout, w: Tensor, x: Tensor) -> Jacobian:
+def _chain_jacobian(links: list[Link], layout: ParameterLayout, w: Tensor, x: Tensor) -> Jacobian:
     """One forward pass: inputs and slopes of every layer are the whole Jacobian."""
     parameters, slices = layout.unflatten(w), layout.slices
     with torch.no_grad():
-        h = x.flatten(1)
-        inputs, slopes = [], []
-        for link in links:
-            inputs.append(h)
-            z = F.linear(h, parameters[f"{link.name}.weight"], parameters[f"{link.name}.bias"] if link.bias else None)
-            if link.activation is None:
-                h = z
-            else:
-                slopes.append(_slopes(link.activation, z))
-                h = link.activation(z)
-        signals: Signals = IdentitySignals(x.shape[0], h)
+        passed = forward(links, parameters, x)
+        signals: Signals = IdentitySignals(x.shape[0], passed.logits)
         layers: list[LayerJacobian] = []
         for i in reversed(range(len(links))):
             name = links[i].name
             bias = slices[f"{name}.bias"] if links[i].bias else None
-            layers.append(FactoredLayer(name, slices[f"{name}.weight"], bias, inputs[i].unsqueeze(1), signals))
+            layers.append(FactoredLayer(name, slices[f"{name}.weight"], bias, passed.inputs[i].unsqueeze(1), signals))
             if i > 0:
-                signals = ChainedSignals(signals, parameters[f"{name}.weight"], slopes[i - 1])
-    return Jacobian(tuple(reversed(layers)), layout.size, h)
-
-
-def _shared_parameters(module: nn.Module) -> set[str]:
-    """Names of parameters that stand in more than one place of the module (tied weights)."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for same in names.values() if len(same) > 1 for name in same}
+                signals = ChainedSignals(signals, parameters[f"{name}.weight"], passed.slopes[i - 1])
+    return Jacobian(tuple(reversed(layers)), layout.size, passed.logits)
 
 
 def _factorable(part: nn.Module) -> bool:
@@ -175,7 +113,7 @@ def _tap(
 
         return hook
 
-    shared = _shared_parameters(module)
+    shared = shared_parameters(module)
     for name, part in module.named_modules():
         own = {f"{name}.{key}" for key, _ in part.named_parameters(recurse=False)}
         if _factorable(part) and own <= slices.keys() and not own & shared:

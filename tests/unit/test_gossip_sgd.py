@@ -15,8 +15,9 @@ from spark_node.data.datasets import load as load_dataset
 from spark_node.data.partitions import partition
 from spark_node.launch.memory import MemoryRun
 from spark_node.launch.peer import signature
+from spark_node.learning.chain import Autograd, ChainRule, links_of
 from spark_node.learning.gossip_sgd import Descent, GossipSgd
-from spark_node.model import flatten
+from spark_node.model import ParameterLayout, flatten
 from spark_node.observe.records import RoundRecord, RunInfo
 from spark_node.seeds import stream
 from tests.unit.networks import CLASSES, Residual, Tied
@@ -346,3 +347,26 @@ def test_a_gradient_of_zero_does_not_break_the_perturbation() -> None:
     w = flatten(module)
     Descent(module, w, LocalSettings(sam_rho=0.1), 0.1).step(torch.zeros(CLASSES, 1, 6, 6), torch.arange(CLASSES))
     assert bool(torch.isfinite(w).all())
+
+
+# The chain rule by hand
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.7])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.GELU(), None], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_chain_rule_gives_the_gradient_of_autograd(activation: nn.Module | None, bias: bool, mu: float) -> None:
+    """Both add the gradient of the mean cross-entropy to mu v, in place, at weights that have changed meanwhile."""
+    parts = [nn.Flatten(), nn.Linear(36, 7, bias=bias), *([activation] if activation else []), nn.Linear(7, CLASSES)]
+    module = nn.Sequential(*parts).double()
+    links, layout, w = links_of(module), ParameterLayout.of(module), flatten(module)
+    assert links is not None
+    found = torch.randn_like(w)
+    expected = found.clone()
+    by_hand, by_autograd = ChainRule(links, layout, w, found), Autograd(module, layout, expected)
+    w.add_(torch.randn_like(w), alpha=0.3)
+    nn.utils.vector_to_parameters(w, module.parameters())
+    x, y = torch.randn(9, 1, 6, 6, dtype=torch.float64), torch.randint(CLASSES, (9,))
+    assert math.isclose(float(by_hand(mu, x, y)), float(by_autograd(mu, x, y)), rel_tol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert float(expected.norm()) > 0.1

@@ -17,6 +17,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+# What libraries import when they are first used: here once, and not in every peer.
+import cryptography.hazmat.backends.openssl.backend  # noqa: F401
+import numpy.ma  # noqa: F401
+
 from spark_node.chaos.order import FILE
 from spark_node.errors import UserError
 from spark_node.launch.logs import log_to

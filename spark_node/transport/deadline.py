@@ -45,7 +45,7 @@ class Deadlines:
         """Seconds that hardly any wait takes: after them it is worth a look whether a neighbour is still there."""
         waits = self._waits[stage]
         if len(waits) < _ENOUGH:
-            return self.look
+            return self._floor
         middle = median(waits)
         spread = median(abs(wait - middle) for wait in waits)
         return max(middle + self._spread * spread, self.look)

@@ -363,10 +363,10 @@ class GrpcTransport:
             broke = broke or state is grpc.ChannelConnectivity.READY
 
     async def _look_after(self, k: int, peer: str, usual: float) -> None:
-        """Tell a late neighbour that hangs from one that is slow, which answers a call while it computes.
+        """Tell a late neighbour that is slow, which answers a call while it computes, from one that will not come.
 
-        Who waits for one that hangs is late for others in turn; without this look all would wait, and ever longer.
-        It ends when the neighbour is lost.
+        That one hangs, or has gone on to a later round without us. Who waits for it is late for others in turn;
+        without this look all would wait, and ever longer. It ends when the neighbour is lost.
         """
         patience, missed = self.deadlines.look, 0
         suspected = self.suspicion.suspects(peer)
@@ -375,6 +375,9 @@ class GrpcTransport:
             try:
                 receipt = await self._standing_of(self._channel(peer), patience)
                 self._standing[peer], missed = receipt.round, 0
+                if receipt.round > k and peer not in self._lost[k]:
+                    log.warning("round %d: %s is in round %d already", k, peer, receipt.round)
+                    await self._lose(k, peer, reason_name(pb.REASON_STALE))
             except aio.AioRpcError as error:  # one that is gone is `_watch`'s to notice
                 missed = missed + 1 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else 0
             if peer in self._lost[k]:

@@ -75,7 +75,7 @@ def test_a_peer_that_hangs_is_left_out_when_it_gives_no_sign_of_life(
 ) -> None:
     """In its second round, when the deadline is the ceiling; slow neighbours are not left out."""
     doomed(monkeypatch, stage, 2, signal.SIGSTOP)
-    config = small(run__rounds=6, network__restarts=0, network__lease=15.0, network__deadline_floor=12.0)
+    config = small(run__rounds=6, network__restarts=0, network__lease=15.0, network__deadline_floor=8.0)
     network = Network(config, tmp_path)
     start = time.monotonic()
     found = network.train()

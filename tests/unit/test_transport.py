@@ -59,7 +59,7 @@ def test_a_deadline_is_the_median_and_k_deviations_within_floor_and_ceiling() ->
 def test_a_look_after_a_neighbour_begins_when_it_is_later_than_usual_and_is_over_before_the_deadline() -> None:
     deadlines = Deadlines(12.0, 600.0, 8.0, sign_of_life=10.0)
     assert deadlines.look == 3.0  # a quarter of the floor
-    assert deadlines.usual("package") == deadlines.look
+    assert deadlines.usual("package") == 12.0  # the floor, as long as nothing is known
     for _ in range(3):
         deadlines.round_took(0.1)
     for wait in (10.0, 11.0, 12.0, 13.0, 14.0):

@@ -1,0 +1,135 @@
+"""What a peer makes of a neighbour that is late, over real gRPC: it is slow, it hangs, or it has gone on."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc import aio
+
+from spark_node.config import NetworkSettings, SecuritySettings, TopologySettings, load
+from spark_node.generated.spark.v1 import peer_pb2 as pb
+from spark_node.learning.algorithms import make_terms
+from spark_node.learning.messages import Weights
+from spark_node.membership import Roster
+from spark_node.model import ParameterLayout
+from spark_node.package.peer import PeerCodec
+from spark_node.security.tls import Plaintext
+from spark_node.transport.grpc import GrpcTransport, Traffic
+from tests.network.isolation import isolated
+
+Answer = Callable[[], Awaitable["pb.Receipt"]]
+
+
+async def in_round(k: int) -> "pb.Receipt":
+    return pb.Receipt(round=k)
+
+
+async def hung() -> "pb.Receipt":
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+class Neighbour:
+    """The port of a neighbour that takes nothing and sends nothing, and answers as told where it stands."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self.asked = answer, 0
+        self._server = aio.server()
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "spark.v1.Peer",
+                    {
+                        "Standing": grpc.unary_unary_rpc_method_handler(
+                            self._standing, pb.StandingRequest.FromString, pb.Receipt.SerializeToString
+                        ),
+                        "DeliverWhole": grpc.unary_unary_rpc_method_handler(self._deliver),
+                    },
+                ),
+            )
+        )
+
+    async def start(self) -> str:
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def _standing(self, request: "pb.StandingRequest", context: Any) -> "pb.Receipt":
+        self.asked += 1
+        return await self._answer()
+
+    async def _deliver(self, request: bytes, context: Any) -> bytes:
+        await asyncio.sleep(3600)
+        return b""
+
+
+def play(
+    answer: Answer, act: Callable[[GrpcTransport], Awaitable[object]], **settings: float
+) -> tuple[Any, Any, float]:
+    """What a peer in round 1 counts after an act, the neighbour, and the seconds that it took."""
+
+    async def whole() -> tuple[Any, Any, float]:
+        neighbour, traffic = Neighbour(answer), Traffic()
+        roster = Roster(0, TopologySettings("regular", 1, True))
+        roster.add(1, 1, {"peer-0": "127.0.0.1:1", "peer-1": await neighbour.start()})
+        codec = PeerCodec(
+            make_terms(load(environment={}), "monday", ParameterLayout.of(torch.nn.Linear(3, 2)), 2), "peer-0", 0
+        )
+        network = NetworkSettings(**{"deadline_floor": 2.0, **settings})  # type: ignore[arg-type]
+
+        async def compute(work: Callable[..., object], *arguments: object, heavy: bool = False) -> object:
+            return work(*arguments)
+
+        transport = GrpcTransport("peer-0", codec, roster, network, traffic, compute, Plaintext(), SecuritySettings())
+        await transport.enter(1)
+        start = time.monotonic()
+        await act(transport)
+        took = time.monotonic() - start
+        await transport.close()
+        await neighbour.stop()
+        return traffic, neighbour, took
+
+    return asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+async def gather(transport: GrpcTransport) -> None:
+    assert await transport.gather("package", 1, ["peer-1"], None) == {}
+
+
+async def send(transport: GrpcTransport) -> None:
+    await transport.send("peer-1", "weights", 1, Weights(torch.zeros(8)))
+
+
+@pytest.mark.parametrize("act", [gather, send])
+@isolated
+def test_a_neighbour_that_does_not_answer_is_left_out(act: Callable[[GrpcTransport], Awaitable[object]]) -> None:
+    traffic, neighbour, took = play(hung, act)
+    assert traffic.rejected == {"hanging": 1}
+    assert neighbour.asked == 2
+    assert took < 60, "that was the ceiling"
+
+
+@pytest.mark.parametrize("act", [gather, send])
+@isolated
+def test_a_neighbour_that_has_gone_on_is_left_out(act: Callable[[GrpcTransport], Awaitable[object]]) -> None:
+    traffic, neighbour, took = play(lambda: in_round(2), act)
+    assert traffic.rejected == {"stale": 1}
+    assert neighbour.asked == 1
+    assert took < 60, "that was the ceiling"
+
+
+@pytest.mark.parametrize("settings", [{}, {"sign_of_life": 0.0}], ids=["asked", "never asked"])
+@isolated
+def test_a_neighbour_that_is_slow_or_never_asked_is_waited_for_until_the_deadline(settings: dict[str, float]) -> None:
+    traffic, neighbour, took = play(lambda: in_round(1), gather, deadline_ceiling=6.0, **settings)
+    assert took >= 6.0
+    assert (neighbour.asked > 1) is (settings == {})
+    assert traffic.rejected == {}
+    assert traffic.refused == {"late": 1}

@@ -353,7 +353,7 @@ class NetworkSettings:
         10.0,
         0.0,
         3600.0,
-        "seconds in which a neighbour that is unusually late must answer a call, twice; 0 = never asked",
+        "seconds in which a neighbour that is unusually late must answer one of three calls; 0 = never asked",
     )
     suspicion_floor: float = _number(1.0, 0.01, 86_400.0, "least seconds for a neighbour that failed again and again")
     ahead: int = _number(2, 1, 64, "rounds that a neighbour's message may come early and is kept")

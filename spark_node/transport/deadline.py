@@ -6,6 +6,8 @@ from statistics import median
 _REMEMBERED = 64
 _ENOUGH = 5
 _ROUNDS = 3
+LOOKS = 3
+"""Calls in a row that a late neighbour does not answer, after which it is taken to hang."""
 _ENDURANCE = 30
 """Failures in a row after which a grant shrinks no more."""
 
@@ -20,8 +22,8 @@ class Deadlines:
 
     def __init__(self, floor: float, ceiling: float, spread: float, sign_of_life: float = 0.0) -> None:
         self._floor, self._ceiling, self._spread = floor, ceiling, spread
-        self.look = min(sign_of_life, floor / 4)
-        """Seconds that a late neighbour has to answer a call. Two that it misses are over well before a deadline is, so
+        self.look = min(sign_of_life, floor / (LOOKS + 1))
+        """Seconds that a late neighbour has to answer a call. Those that it misses are over before a deadline is, so
         that who waited for one that hangs is not late himself."""
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._rounds: deque[float] = deque(maxlen=_ROUNDS)
@@ -38,7 +40,7 @@ class Deadlines:
         """Seconds that the next such wait may take."""
         if len(self._waits[stage]) < _ENOUGH or len(self._rounds) < _ROUNDS:
             return self._ceiling
-        longest = max(self.usual(stage) + 3 * self.look, 2 * max(self._rounds), self._floor)
+        longest = max(self.usual(stage) + (LOOKS + 1) * self.look, 2 * max(self._rounds), self._floor)
         return min(longest, self._ceiling)
 
     def usual(self, stage: str) -> float:

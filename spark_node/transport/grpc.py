@@ -23,7 +23,7 @@ from spark_node.package.reader import decode
 from spark_node.security.identity import Identity, Role
 from spark_node.security.limits import Guard
 from spark_node.security.tls import Security
-from spark_node.transport.deadline import Deadlines, Suspicion
+from spark_node.transport.deadline import LOOKS, Deadlines, Suspicion
 from spark_node.transport.frames import deliveries, read
 from spark_node.transport.mailbox import Mailbox
 
@@ -369,24 +369,27 @@ class GrpcTransport:
         without this look all would wait, and ever longer. It ends when the neighbour is lost.
         """
         patience, missed = self.deadlines.look, 0
-        suspected = self.suspicion.suspects(peer)
-        await asyncio.sleep(math.inf if not patience else 0.0 if suspected else usual)
-        while True:
+        enough = 1 if self.suspicion.suspects(peer) else LOOKS
+        await asyncio.sleep(math.inf if not patience else 0.0 if enough == 1 else usual)
+        while peer not in self._lost[k]:
+            start = time.monotonic()
             try:
                 receipt = await self._standing_of(self._channel(peer), patience)
                 self._standing[peer], missed = receipt.round, 0
-                if receipt.round > k and peer not in self._lost[k]:
+                if receipt.round > k:
                     log.warning("round %d: %s is in round %d already", k, peer, receipt.round)
                     await self._lose(k, peer, reason_name(pb.REASON_STALE))
+                    return
             except aio.AioRpcError as error:  # one that is gone is `_watch`'s to notice
-                missed = missed + 1 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else 0
-            if peer in self._lost[k]:
-                return
-            if missed > (0 if suspected else 1):
+                overdue = time.monotonic() - start - patience
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    missed = 0
+                elif overdue < patience / 4:  # else this very process waits for a processor, and so may the neighbour
+                    missed += 1
+            if missed >= enough and peer not in self._lost[k]:
                 log.warning("round %d: %s gives no sign of life", k, peer)
                 await self._lose(k, peer, "hanging")
-                return
-            if not missed:
+            elif not missed:
                 await asyncio.sleep(patience)
 
     async def _standing_of(self, channel: aio.Channel, seconds: float) -> "pb.Receipt":

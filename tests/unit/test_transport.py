@@ -65,7 +65,7 @@ def test_a_look_after_a_neighbour_begins_when_it_is_later_than_usual_and_is_over
     for wait in (10.0, 11.0, 12.0, 13.0, 14.0):
         deadlines.seen("package", wait)
     assert deadlines.usual("package") == 12.0 + 8 * 1.0
-    assert deadlines.of("package") == deadlines.usual("package") + 3 * deadlines.look
+    assert deadlines.of("package") == deadlines.usual("package") + 4 * deadlines.look
     assert Deadlines(120.0, 600.0, 8.0, sign_of_life=10.0).look == 10.0
 
 

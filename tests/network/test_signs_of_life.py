@@ -140,7 +140,7 @@ def test_a_peer_whose_own_clock_runs_late_blames_nobody() -> None:
     async def starved(transport: GrpcTransport) -> None:
         async def hog() -> None:
             while True:
-                time.sleep(2.5)  # noqa: ASYNC251: the event loop stands still, as on a machine with too much to do
+                time.sleep(2.5)  # the event loop stands still, as on a machine with too much to do
                 await asyncio.sleep(0.01)
 
         hogging = asyncio.create_task(hog())

@@ -31,6 +31,9 @@ from spark_node.memory import tune_allocator
 
 log = logging.getLogger(__name__)
 
+_SOON, _PAUSE = 10.0, 0.2
+"""Seconds: a peer that ends sooner than that after its start waits longer each time before it is started again."""
+
 EXIT_USAGE = 2
 _PR_SET_PDEATHSIG = 1
 _PATIENCE = 10.0
@@ -75,6 +78,8 @@ def fork(work: Callable[[], int], name: str) -> int:
 class _Child:
     job: PeerJob
     starts: int = 0
+    started: float = 0.0
+    in_a_row: int = 0
     not_before: float = 0.0
 
 
@@ -122,7 +127,7 @@ class Host:
         now = time.monotonic()
         for child in [c for c in self._waiting if c.not_before <= now]:
             self._waiting.remove(child)
-            child.starts += 1
+            child.starts, child.started = child.starts + 1, now
             pid = fork(partial(self._peer, child), child.job.name)
             self._running[pid] = child
             note_pid(self._logs, child.job.name, pid)
@@ -157,7 +162,9 @@ class Host:
             where = self._logs / f"{child.job.name}.log"
             log.error("%s ended with %d and is not started again; %s says why", child.job.name, code, where)
             return EXIT_USAGE if code == EXIT_USAGE else 1
-        child.not_before = time.monotonic() + min(0.2 * 2**child.starts, 5.0)
+        now = time.monotonic()
+        child.in_a_row = child.in_a_row + 1 if now - child.started < _SOON else 0
+        child.not_before = now + min(_PAUSE * 2**child.in_a_row, 5.0)
         log.warning("%s ended with %d; started again", child.job.name, code)
         self._waiting.append(child)
         return 0

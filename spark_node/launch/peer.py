@@ -118,6 +118,7 @@ class PeerProcess:
             for task in (work, stop):
                 task.cancel()
             await asyncio.wait({work, stop})  # whose failure is told above; the server is stopped all the same
+            await self._progress.close()
             await server.stop(0.2)
             for pool in (self._heavy, self._light):
                 pool.shutdown(wait=False, cancel_futures=True)

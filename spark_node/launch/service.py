@@ -34,7 +34,7 @@ class Progress:
         self.reports: list[pb.RoundReport] = []
         self._models: OrderedDict[int, Tensor] = OrderedDict()
         self._history = history
-        self._changed = asyncio.Condition()
+        self._changed, self._closed = asyncio.Condition(), False
         self.control: Callable[[], int] = lambda: 0
         self.memory = MemoryMeter()
 
@@ -49,6 +49,12 @@ class Progress:
             self.keep_model(report.round, w)
             self._changed.notify_all()
 
+    async def close(self) -> None:
+        """Nothing more will happen: whoever follows is told the rest, and then that this is the end."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def keep_model(self, k: int, w: Tensor) -> None:
         """For whoever asks; the oldest go."""
         self._models[k] = w
@@ -61,7 +67,7 @@ class Progress:
         return (k, self._models[k]) if k in self._models else None
 
     async def follow(self, after: int) -> AsyncIterator["pb.Progress"]:
-        """Everything after a round, and then each change as it happens."""
+        """Everything after a round, and then each change as it happens, until the peer ends."""
         said: tuple[str, int, int] | None = None
         memory: dict[str, int] = {}
 
@@ -71,6 +77,8 @@ class Progress:
         while True:
             async with self._changed:
                 while said == now():
+                    if self._closed:
+                        return
                     await self._changed.wait()
                 said = now()
                 fresh = [report for report in self.reports if report.round > after]

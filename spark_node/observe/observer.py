@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -221,20 +222,20 @@ class Observer:
             shows = self._security.expected(Role.PEER, name)
             channel_options = options(self._config.package, self._config.network)
             try:
-                async with self._security.channel(address, Role.PEER, name, channel_options) as channel:
-                    stub = peer_pb2_grpc.PeerStub(channel)
-                    request = peer_pb2.FollowRequest(run=self._run, after_round=after)
-                    async for progress in stub.Follow(request):
-                        self._lines.add(name)
-                        if shows != self._security.expected(Role.PEER, name):
-                            break  # revoked meanwhile
-                        after = await self._take(stub, name, progress, after)
-            except aio.AioRpcError:
+                with suppress(aio.AioRpcError):
+                    async with self._security.channel(address, Role.PEER, name, channel_options) as channel:
+                        stub = peer_pb2_grpc.PeerStub(channel)
+                        request = peer_pb2.FollowRequest(run=self._run, after_round=after)
+                        async for progress in stub.Follow(request):
+                            self._lines.add(name)
+                            if shows != self._security.expected(Role.PEER, name):
+                                break  # revoked meanwhile
+                            after = await self._take(stub, name, progress, after)
                 if self._live is not None and name in self._lines:
                     self._live.line_lost(name)
-                await asyncio.sleep(0.3)
             finally:
                 self._lines.discard(name)
+            await asyncio.sleep(0.3)
 
     async def _take(self, stub: peer_pb2_grpc.PeerStub, name: str, progress: "peer_pb2.Progress", after: int) -> int:
         newest = max((report.round for report in progress.rounds), default=0)

@@ -62,6 +62,7 @@ class OrchestratorService:
             started=self._registry.started,
             members=self._members(news),
             before=self._before(news, request.version),
+            round=self._registry.furthest,
         )
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:

@@ -69,10 +69,10 @@ class Rendezvous:
         self.started = asyncio.Event()
         self.roster: Roster | None = None
         self.run = ""
-        self.furthest = 0
-        """The latest round that any member was in when we joined."""
+        self.furthest = self.latest = 0
+        """The latest round that any member had reported, when we joined and when we last heard."""
         self._held: tuple[int, ...] = ()
-        self.round: Callable[[], int] = lambda: 0
+        self.round = 0
         self.bytes_sent = self.bytes_received = 0
         self._reporting: asyncio.Task[None] | None = None
         self._answers = True
@@ -116,7 +116,7 @@ class Rendezvous:
             run=self.run,
             member=self._member,
             signature=self._signature,
-            round=self.round(),
+            round=self.round,
             version=version,
             held=self._held,
         )
@@ -130,7 +130,7 @@ class Rendezvous:
         if self.roster is None:
             settings = TopologySettings(described.topology, described.degree, described.fresh)
             self.roster = Roster(described.seed, settings)
-        self.furthest = reply.round
+        self.furthest = self.latest = reply.round
         self._learn([*reply.before, reply.members], described.started)
 
     def _learn(self, lists: Sequence["pb.Members"], started: bool) -> None:
@@ -146,11 +146,12 @@ class Rendezvous:
         self._hurry.set()
 
     async def entering(self, k: int) -> None:
-        """A round begins. Returns once the orchestrator has answered the renewal of the round before.
+        """Report a round. Returns once the orchestrator has answered the report before.
 
         A new member list holds from two rounds after the latest that any peer has reported. So a peer that reports
         every round, and begins none before its last report was answered, knows each list before that holds.
         """
+        self.round = k
         if self._reporting is not None:
             done, _ = await asyncio.wait({self._reporting}, timeout=_ANSWER_SECONDS if self._answers else 0.0)
             self._answers = self._answers and bool(done)
@@ -190,12 +191,13 @@ class Rendezvous:
             run=self.run,
             name=self._member.name,
             address=self._member.address,
-            round=self.round(),
+            round=self.round,
             version=self.roster.version,
         )
         reply: pb.RenewReply = await self._stub.Renew(request, timeout=_CALL_SECONDS)
         self._count(request, reply)
         if reply.known:
+            self.latest = reply.round
             self._learn([*reply.before, reply.members], reply.started)
             return
         again = await self._join()
@@ -206,9 +208,7 @@ class Rendezvous:
 
     async def leave(self) -> None:
         """Say goodbye, once; an orchestrator that is away will notice by itself."""
-        request = pb.LeaveRequest(
-            run=self.run, name=self._member.name, address=self._member.address, round=self.round()
-        )
+        request = pb.LeaveRequest(run=self.run, name=self._member.name, address=self._member.address, round=self.round)
         try:
             await self._stub.Leave(request, timeout=2.0)
         except aio.AioRpcError:

@@ -175,7 +175,6 @@ class PeerProcess:
             roster = await line.join(patience, store.rounds if store is not None else ())
             self._metrics.of_run(line.run)
             transport, node, recovery = self._prepare(line, roster, store)
-            line.round = lambda: self._progress.round
             keep = asyncio.create_task(line.keep())
             try:
                 await self._progress.set("waiting")
@@ -236,10 +235,14 @@ class PeerProcess:
         k, last = first, self._config.run.rounds
         while k <= last:
             await self._progress.set("training", k)
-            await line.entering(k)
+            ahead = k == first and recovery.returned
+            if not ahead:
+                await line.entering(k)
             await transport.enter(k)
             start = time.perf_counter()
             result = await node.round(k)
+            if ahead:  # said earlier, it would send the next one that comes back a round further still
+                await line.entering(k)
             seconds = time.perf_counter() - start
             transport.round_took(seconds)
             w = node.algorithm.weights

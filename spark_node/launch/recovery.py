@@ -46,6 +46,8 @@ class Recovery:
         """Checkpoints that could not be written."""
         self.saved = 0
         """The round of the newest checkpoint."""
+        self.returned = False
+        """Whether the run was on when this peer came."""
 
     @property
     def _roster(self) -> Roster:
@@ -59,12 +61,25 @@ class Recovery:
         one it starts from a neighbour's weights, and in round 1 from those that all share.
         """
         peer = self._node.peer
+        self.returned = self._line.furthest > 0
         first = max(self._roster.round_with(peer, 1), self._line.furthest + 1)
         first = self._roster.round_with(peer, first)
         await self._transport.enter(first)  # whoever is in an earlier round hears at once that this peer is not
         if not await self._resume(first) and first > 1:
             await self._take_weights(first)
+        if self.returned:
+            first = await self._meet(first)
         return first, self._node.algorithm.weights
+
+    async def _meet(self, first: int) -> int:
+        """The round to begin with, once the network is in the one before; until then newer lists may hold from it."""
+        while self._line.latest < first - 1 and not self._transport.mailbox.has_any(first):
+            await asyncio.sleep(_PAUSE)
+            await self._line.refresh()
+            if (later := self._roster.round_with(self._node.peer, first)) > first:
+                first = later
+                await self._transport.enter(first)
+        return first
 
     async def _resume(self, first: int) -> bool:
         """Whether the peer's own checkpoint could be taken up."""

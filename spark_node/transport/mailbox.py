@@ -33,6 +33,10 @@ class Mailbox:
         """Bytes of a sender that are not read yet."""
         return sum(len(data) for key, data in self._messages.items() if key[2] == sender)
 
+    def has_any(self, k: int) -> bool:
+        """Whether somebody is in that round already."""
+        return any(key[0] >= k for key in self._messages)
+
     async def put(self, k: int, stage: str, sender: str, data: memoryview) -> None:
         async with self._changed:
             self._messages[(k, stage, sender)] = data

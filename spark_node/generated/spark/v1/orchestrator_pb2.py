@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspark/v1/orchestrator.proto\x12\x08spark.v1\"@\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\"Q\n\x07Members\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nfrom_round\x18\x02 \x01(\x04\x12!\n\x07members\x18\x03 \x03(\x0b\x32\x10.spark.v1.Member\"\x82\x01\n\x0eRunDescription\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x10\n\x08topology\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65gree\x18\x04 \x01(\x04\x12\r\n\x05\x66resh\x18\x05 \x01(\x08\x12\x0f\n\x07started\x18\x06 \x01(\x08\x12\x13\n\x0b\x66irst_round\x18\x07 \x01(\x04\"}\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x06member\x18\x02 \x01(\x0b\x32\x10.spark.v1.Member\x12\x11\n\tsignature\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x0c\n\x04held\x18\x06 \x03(\x04\"\xd7\x01\n\tJoinReply\x12&\n\x07refusal\x18\x01 \x01(\x0e\x32\x15.spark.v1.JoinRefusal\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12%\n\x03run\x18\x03 \x01(\x0b\x32\x18.spark.v1.RunDescription\x12\"\n\x07members\x18\x04 \x01(\x0b\x32\x11.spark.v1.Members\x12\x15\n\rlease_seconds\x18\x05 \x01(\x01\x12\r\n\x05round\x18\x06 \x01(\x04\x12!\n\x06\x62\x65\x66ore\x18\x07 \x03(\x0b\x32\x11.spark.v1.Members\"Z\n\x0cRenewRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\"s\n\nRenewReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0f\n\x07started\x18\x02 \x01(\x08\x12\"\n\x07members\x18\x03 \x01(\x0b\x32\x11.spark.v1.Members\x12!\n\x06\x62\x65\x66ore\x18\x04 \x03(\x0b\x32\x11.spark.v1.Members\"I\n\x0cLeaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\"\x0c\n\nLeaveReply\"\"\n\x0f\x44\x65scribeRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"Z\n\rDescribeReply\x12%\n\x03run\x18\x01 \x01(\x0b\x32\x18.spark.v1.RunDescription\x12\"\n\x07members\x18\x02 \x01(\x0b\x32\x11.spark.v1.Members*\xf5\x01\n\x0bJoinRefusal\x12\x15\n\x11JOIN_REFUSAL_NONE\x10\x00\x12\x1a\n\x16JOIN_REFUSAL_WRONG_RUN\x10\x01\x12 \n\x1cJOIN_REFUSAL_WRONG_SIGNATURE\x10\x02\x12\x1b\n\x17JOIN_REFUSAL_NAME_TAKEN\x10\x03\x12\x15\n\x11JOIN_REFUSAL_FULL\x10\x04\x12\x1a\n\x16JOIN_REFUSAL_MALFORMED\x10\x05\x12 \n\x1cJOIN_REFUSAL_UNAUTHENTICATED\x10\x06\x12\x1f\n\x1bJOIN_REFUSAL_WRONG_IDENTITY\x10\x07\x32\xf0\x01\n\x0cOrchestrator\x12\x32\n\x04Join\x12\x15.spark.v1.JoinRequest\x1a\x13.spark.v1.JoinReply\x12\x35\n\x05Renew\x12\x16.spark.v1.RenewRequest\x1a\x14.spark.v1.RenewReply\x12\x35\n\x05Leave\x12\x16.spark.v1.LeaveRequest\x1a\x14.spark.v1.LeaveReply\x12>\n\x08\x44\x65scribe\x12\x19.spark.v1.DescribeRequest\x1a\x17.spark.v1.DescribeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspark/v1/orchestrator.proto\x12\x08spark.v1\"@\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\"Q\n\x07Members\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nfrom_round\x18\x02 \x01(\x04\x12!\n\x07members\x18\x03 \x03(\x0b\x32\x10.spark.v1.Member\"\x82\x01\n\x0eRunDescription\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x10\n\x08topology\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65gree\x18\x04 \x01(\x04\x12\r\n\x05\x66resh\x18\x05 \x01(\x08\x12\x0f\n\x07started\x18\x06 \x01(\x08\x12\x13\n\x0b\x66irst_round\x18\x07 \x01(\x04\"}\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x06member\x18\x02 \x01(\x0b\x32\x10.spark.v1.Member\x12\x11\n\tsignature\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x0c\n\x04held\x18\x06 \x03(\x04\"\xd7\x01\n\tJoinReply\x12&\n\x07refusal\x18\x01 \x01(\x0e\x32\x15.spark.v1.JoinRefusal\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12%\n\x03run\x18\x03 \x01(\x0b\x32\x18.spark.v1.RunDescription\x12\"\n\x07members\x18\x04 \x01(\x0b\x32\x11.spark.v1.Members\x12\x15\n\rlease_seconds\x18\x05 \x01(\x01\x12\r\n\x05round\x18\x06 \x01(\x04\x12!\n\x06\x62\x65\x66ore\x18\x07 \x03(\x0b\x32\x11.spark.v1.Members\"Z\n\x0cRenewRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\"\x82\x01\n\nRenewReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0f\n\x07started\x18\x02 \x01(\x08\x12\"\n\x07members\x18\x03 \x01(\x0b\x32\x11.spark.v1.Members\x12!\n\x06\x62\x65\x66ore\x18\x04 \x03(\x0b\x32\x11.spark.v1.Members\x12\r\n\x05round\x18\x05 \x01(\x04\"I\n\x0cLeaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\"\x0c\n\nLeaveReply\"\"\n\x0f\x44\x65scribeRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"Z\n\rDescribeReply\x12%\n\x03run\x18\x01 \x01(\x0b\x32\x18.spark.v1.RunDescription\x12\"\n\x07members\x18\x02 \x01(\x0b\x32\x11.spark.v1.Members*\xf5\x01\n\x0bJoinRefusal\x12\x15\n\x11JOIN_REFUSAL_NONE\x10\x00\x12\x1a\n\x16JOIN_REFUSAL_WRONG_RUN\x10\x01\x12 \n\x1cJOIN_REFUSAL_WRONG_SIGNATURE\x10\x02\x12\x1b\n\x17JOIN_REFUSAL_NAME_TAKEN\x10\x03\x12\x15\n\x11JOIN_REFUSAL_FULL\x10\x04\x12\x1a\n\x16JOIN_REFUSAL_MALFORMED\x10\x05\x12 \n\x1cJOIN_REFUSAL_UNAUTHENTICATED\x10\x06\x12\x1f\n\x1bJOIN_REFUSAL_WRONG_IDENTITY\x10\x07\x32\xf0\x01\n\x0cOrchestrator\x12\x32\n\x04Join\x12\x15.spark.v1.JoinRequest\x1a\x13.spark.v1.JoinReply\x12\x35\n\x05Renew\x12\x16.spark.v1.RenewRequest\x1a\x14.spark.v1.RenewReply\x12\x35\n\x05Leave\x12\x16.spark.v1.LeaveRequest\x1a\x14.spark.v1.LeaveReply\x12>\n\x08\x44\x65scribe\x12\x19.spark.v1.DescribeRequest\x1a\x17.spark.v1.DescribeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spark.v1.orchestrator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOINREFUSAL']._serialized_start=1095
-  _globals['_JOINREFUSAL']._serialized_end=1340
+  _globals['_JOINREFUSAL']._serialized_start=1111
+  _globals['_JOINREFUSAL']._serialized_end=1356
   _globals['_MEMBER']._serialized_start=41
   _globals['_MEMBER']._serialized_end=105
   _globals['_MEMBERS']._serialized_start=107
@@ -45,16 +45,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREPLY']._serialized_end=666
   _globals['_RENEWREQUEST']._serialized_start=668
   _globals['_RENEWREQUEST']._serialized_end=758
-  _globals['_RENEWREPLY']._serialized_start=760
-  _globals['_RENEWREPLY']._serialized_end=875
-  _globals['_LEAVEREQUEST']._serialized_start=877
-  _globals['_LEAVEREQUEST']._serialized_end=950
-  _globals['_LEAVEREPLY']._serialized_start=952
-  _globals['_LEAVEREPLY']._serialized_end=964
-  _globals['_DESCRIBEREQUEST']._serialized_start=966
-  _globals['_DESCRIBEREQUEST']._serialized_end=1000
-  _globals['_DESCRIBEREPLY']._serialized_start=1002
-  _globals['_DESCRIBEREPLY']._serialized_end=1092
-  _globals['_ORCHESTRATOR']._serialized_start=1343
-  _globals['_ORCHESTRATOR']._serialized_end=1583
+  _globals['_RENEWREPLY']._serialized_start=761
+  _globals['_RENEWREPLY']._serialized_end=891
+  _globals['_LEAVEREQUEST']._serialized_start=893
+  _globals['_LEAVEREQUEST']._serialized_end=966
+  _globals['_LEAVEREPLY']._serialized_start=968
+  _globals['_LEAVEREPLY']._serialized_end=980
+  _globals['_DESCRIBEREQUEST']._serialized_start=982
+  _globals['_DESCRIBEREQUEST']._serialized_end=1016
+  _globals['_DESCRIBEREPLY']._serialized_start=1018
+  _globals['_DESCRIBEREPLY']._serialized_end=1108
+  _globals['_ORCHESTRATOR']._serialized_start=1359
+  _globals['_ORCHESTRATOR']._serialized_end=1599
 # @@protoc_insertion_point(module_scope)

@@ -113,16 +113,18 @@ class RenewRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("known", "started", "members", "before")
+    __slots__ = ("known", "started", "members", "before", "round")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     known: bool
     started: bool
     members: Members
     before: _containers.RepeatedCompositeFieldContainer[Members]
-    def __init__(self, known: _Optional[bool] = ..., started: _Optional[bool] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., before: _Optional[_Iterable[_Union[Members, _Mapping]]] = ...) -> None: ...
+    round: int
+    def __init__(self, known: _Optional[bool] = ..., started: _Optional[bool] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., before: _Optional[_Iterable[_Union[Members, _Mapping]]] = ..., round: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "name", "address", "round")

@@ -54,6 +54,33 @@ def test_a_killed_peer_goes_on_from_its_checkpoint_in_the_round_of_the_others(tm
     assert torch.isfinite(last_state(folder, VICTIM)["algorithm.w"]).all()
 
 
+def test_peers_that_come_back_one_after_the_other_meet_the_network_and_do_not_run_ahead_of_it(tmp_path: Path) -> None:
+    """The others stand still meanwhile, so that it is known where the network is."""
+    folder = tmp_path / "run"
+    peers = [f"peer-{i:03d}" for i in range(6)]
+
+    def began(peer: str) -> list[int]:
+        return [
+            int(k) for k in re.findall(r"takes part from round (\d+) on", (folder / "logs" / f"{peer}.log").read_text())
+        ]
+
+    with start_run(small(run__rounds=ROUNDS), "run", tmp_path) as run:
+        wait_for(lambda: all(max(rounds_of(peer, folder), default=0) >= 3 for peer in peers), "three rounds")
+        pids = [pid_of(peer, run, folder) for peer in peers]
+        for pid in pids[3:]:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids[:3]:
+            os.kill(pid, signal.SIGKILL)
+        finished = max(k for peer in peers for k in rounds_of(peer, folder))
+        wait_for(lambda: all(len(began(peer)) == 2 for peer in peers[:3]), "all are back")
+        for pid in pids[3:]:
+            os.kill(pid, signal.SIGCONT)
+        assert run.wait(200) == 0, said(folder)
+    back = [began(peer)[1] for peer in peers[:3]]
+    assert max(back) <= finished + 2, f"{back} after round {finished}\n{said(folder)}"
+    assert [row["round"] for row in rows(folder)] == list(range(1, ROUNDS + 1))
+
+
 @isolated
 def test_a_peer_that_comes_back_when_all_is_done_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

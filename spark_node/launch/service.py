@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,8 @@ from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, GrpcTranspor
 
 MOST_HELD = 64
 """Messages that wait for this peer to join."""
+_REPORTS = 1000
+"""Finished rounds that an observer which comes late, or was away, can still hear of."""
 SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
 """Whose certificates may deliver messages, and whose may follow a peer and fetch its models."""
 
@@ -31,7 +33,7 @@ class Progress:
 
     def __init__(self, name: str, history: int) -> None:
         self.name, self.state, self.round = name, "joining", 0
-        self.reports: list[pb.RoundReport] = []
+        self.reports: deque[pb.RoundReport] = deque(maxlen=_REPORTS)
         self._models: OrderedDict[int, Tensor] = OrderedDict()
         self._history = history
         self._changed, self._closed = asyncio.Condition(), False
@@ -72,7 +74,7 @@ class Progress:
         memory: dict[str, int] = {}
 
         def now() -> tuple[str, int, int]:
-            return self.state, self.round, len(self.reports)
+            return self.state, self.round, self.reports[-1].round if self.reports else 0
 
         while True:
             async with self._changed:

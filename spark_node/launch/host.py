@@ -26,6 +26,7 @@ from spark_node.errors import UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
 from spark_node.launch.pids import forget_pid, note_pid
+from spark_node.launch.rehearsal import rehearse
 from spark_node.launch.turns import Steward, Turns
 from spark_node.memory import tune_allocator
 
@@ -112,6 +113,7 @@ class Host:
 
     def _watch(self) -> int:
         tune_allocator()
+        rehearse([child.job for child in self._waiting])
         gc.collect()
         gc.freeze()
         signal.signal(signal.SIGTERM, self._terminate)

@@ -85,7 +85,7 @@ class PeerProcess:
         self._progress = Progress(job.name, self._network.model_history)
         self._metrics.memory = self._progress.memory
         self._service = Service(self._progress, job.config.package.chunk_bytes, self._security, self._traffic)
-        self._heavy, self._light = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._heavy, self._light = _one_thread(), _one_thread()
         self._reported: dict[str, Counter[Any]] = {}
         self._stop = asyncio.Event()
         self._leaves = False
@@ -309,6 +309,11 @@ class PeerProcess:
                 return work(*arguments)
             finally:
                 give_back()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """Torch's number of threads is each thread's own: until told, a matrix product in a new one takes every core."""
+    return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def run_peer(job: PeerJob, turns: Turns | None, order: Path | None = None, lead: "Lead | None" = None) -> None:

@@ -66,6 +66,7 @@ class PeerCodec:
         self._wired: tuple[CodedMessage, set[bytes], list[bytes]] | None = None
         self._coded: OrderedDict[tuple[bytes, Coding], CodedBlock] = OrderedDict()
         self._sent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._named: tuple[tuple[object, ...], Tensor, bytes] | None = None
         self._held = FactorCache(terms.settings.factor_cache_bytes)
         self._asked: OrderedDict[int, Tensor] = OrderedDict()
         self.feedback: dict[str, Tensor] = {}
@@ -160,7 +161,7 @@ class PeerCodec:
         Its rounding follows from its content too, not from the round in which it is met first: a peer that starts
         again, and remembers no factors, codes it the same way.
         """
-        name = digest(repr(tuple(tensor.shape)).encode(), tensor.detach().cpu().contiguous().numpy().data)
+        name = self._name(tensor)
         key = (name, coding)
         if key not in self._coded:
             own = None if random is None else stream(self._seed, "rounding", self.peer, "factor", name.hex())
@@ -169,3 +170,12 @@ class PeerCodec:
         while len(self._coded) > _CODED:
             self._coded.popitem(last=False)
         return self._coded[key]
+
+    def _name(self, tensor: Tensor) -> bytes:
+        """A factor's digest; the last one's again where it is the same memory and nothing was written to it."""
+        version = None if tensor.is_inference() else tensor._version
+        seen = (tensor.data_ptr(), tensor.shape, tensor.stride(), version)
+        if self._named is None or version is None or self._named[0] != seen:
+            found = digest(repr(tuple(tensor.shape)).encode(), tensor.detach().cpu().contiguous().numpy().data)
+            self._named = (seen, tensor, found)  # holds the tensor, so that its memory stays its own
+        return self._named[2]

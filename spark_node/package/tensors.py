@@ -156,7 +156,10 @@ def _palette(flat: Floats) -> tuple[Floats, Codes] | None:
     if flat.size < 4 * PALETTE:
         return None
     words = flat.view(np.int32)
-    table = np.unique(words[:: max(1, flat.size // 8192)])
+    for some in (4 * PALETTE, 8192):  # a few are enough to tell that numbers are all different
+        table = np.unique(words[:: max(1, flat.size // some)])
+        if len(table) > PALETTE:
+            return None
     for _ in range(4):  # each time the values that the table lacks join it
         if len(table) > PALETTE:
             return None

@@ -370,6 +370,7 @@ class GrpcTransport:
         """
         patience, missed = self.deadlines.look, 0
         enough = 1 if self.suspicion.suspects(peer) else LOOKS
+        began = time.monotonic()
         await asyncio.sleep(math.inf if not patience else 0.0 if enough == 1 else usual)
         while peer not in self._lost[k]:
             start = time.monotonic()
@@ -389,8 +390,8 @@ class GrpcTransport:
             if missed >= enough and peer not in self._lost[k]:
                 log.warning("round %d: %s gives no sign of life", k, peer)
                 await self._lose(k, peer, "hanging")
-            elif not missed:
-                await asyncio.sleep(patience)
+            elif not missed:  # it is there: the longer this took already, the longer until the next look
+                await asyncio.sleep(max(patience, (time.monotonic() - began) / 2))
 
     async def _standing_of(self, channel: aio.Channel, seconds: float) -> "pb.Receipt":
         """Where a neighbour says that it is."""

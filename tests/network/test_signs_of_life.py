@@ -136,6 +136,14 @@ def test_a_neighbour_that_is_slow_or_never_asked_is_waited_for_until_the_deadlin
 
 
 @isolated
+def test_a_slow_neighbour_is_asked_ever_more_seldom() -> None:
+    """300 peers that wait for each other's turns to compute would ask each other a hundred times a second."""
+    _, neighbour, took = play(lambda: in_round(1), gather, deadline_floor=0.4, deadline_ceiling=8.0)
+    assert took >= 8.0
+    assert 3 <= neighbour.asked <= 10, "every 0.1 s that is 76 calls; half as often each time it is 8"
+
+
+@isolated
 def test_a_peer_whose_own_clock_runs_late_blames_nobody() -> None:
     async def starved(transport: GrpcTransport) -> None:
         async def hog() -> None:

@@ -210,6 +210,22 @@ def test_inputs_are_coded_once_for_all_rounds(
     assert shapes.count((40, 1, 7)) == 3
 
 
+def test_inputs_that_were_written_to_are_another_factor() -> None:
+    """Their digest is taken once for as long as their memory is the same and nobody writes to it."""
+    codec, x = PeerCodec(terms_for("deep-mlp"), "peer-1", seed=0), torch.rand(40, 1, 36)
+    first = codec._name(x)
+    assert codec._name(x.view(40, 1, 36)) == first
+    assert codec._name(x.clone()) == first
+    x[3, 0, 5] += 1
+    assert codec._name(x) != first
+    with torch.inference_mode():
+        untracked = x * 2
+    written = codec._name(untracked)
+    with torch.inference_mode():
+        untracked.mul_(2)
+    assert codec._name(untracked) != written
+
+
 def sent_over(terms: Terms, w: Tensor, rounds: int, *, feedback: bool) -> Tensor:
     """The mean of what a neighbour decodes of the same weights in many rounds."""
     codec = PeerCodec(terms, "peer-1", seed=0)

@@ -62,6 +62,7 @@ class Chaos:
         self._last_round = 0
         self.told = Told()
         self._alive = live_pids(self._logs)
+        self._known = set(self._alive)
         if not self._peers():
             raise UserError(f"{folder}: no peer of this run is there; start one: spark-dfl run --out {folder} ...")
         self._follow_rounds(quietly=True)
@@ -118,7 +119,7 @@ class Chaos:
 
     def apply(self, fault: Fault) -> None:
         """Break something now."""
-        self._alive = live_pids(self._logs)
+        self._follow_processes()
         missing = [name for name in fault.names if name not in self._alive]
         if missing:
             self._say(f"{fault}: {', '.join(missing)} is not there; left alone")
@@ -196,10 +197,11 @@ class Chaos:
             if before is not None:
                 self.told.gone += 1
                 self._say(f"{name} is gone" if after is None else f"{name} was gone and is back")
-            elif after is not None:
+            elif name in self._known:
                 self._say(f"{name} is back")
-            self.told.back += after is not None
+            self.told.back += after is not None and name in self._known
         self._alive = now
+        self._known |= now.keys()
 
     def _follow_rounds(self, quietly: bool = False) -> None:
         try:

@@ -19,9 +19,12 @@ from spark_node.package.peer import PeerCodec
 
 log = logging.getLogger(__name__)
 
+_FEW = 32
+"""Samples of each peer: enough to go every way, and no delay of the start where a real round takes minutes."""
+
 
 def rehearse(jobs: Sequence[PeerJob]) -> None:
-    """Compute, encode and decode one round of the first two peers; nothing of it is kept.
+    """Compute, encode and decode one round of the first two peers, with copies of the model; nothing of it is kept.
 
     Only on a CPU, in this thread, and with algorithms of ours: a device or a thread does not survive a fork, and what
     is not ours may count how often it is called.
@@ -47,7 +50,7 @@ def _is_foreign(job: PeerJob) -> bool:
 def _round(*jobs: PeerJob) -> None:
     config, module, classes = jobs[0].config, jobs[0].module, jobs[0].classes
     terms = make_terms(config, "rehearsal", ParameterLayout.of(module), classes)
-    own = {job.name: (copy.deepcopy(module), job.inputs, job.labels) for job in jobs}  # baselines train in the module
+    own = {job.name: (copy.deepcopy(module), job.inputs[:_FEW], job.labels[:_FEW]) for job in jobs}
     players = {name: make_algorithm(config, name, *parts) for name, parts in own.items()}
     codecs = {name: PeerCodec(terms, name, config.run.seed) for name in players}
     here, there = players

@@ -326,4 +326,7 @@ def run_peer(job: PeerJob, turns: Turns | None, order: Path | None = None, lead:
 
 
 async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None") -> None:
+    # What is done aside (a model for the observer, a look at memory) has one thread: asyncio's own pool grows to six in
+    # the course of hours, and each thread keeps compressors of its own.
+    asyncio.get_running_loop().set_default_executor(_one_thread())
     await PeerProcess(job, turns, order, lead).run()

@@ -1,14 +1,18 @@
 """What a host does before it forks: a round by itself, of which nothing is left but warm libraries."""
 
+import asyncio
 import logging
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from spark_node.config import Config
+from spark_node.launch import peer
 from spark_node.launch.peer import PeerJob
 from spark_node.launch.rehearsal import rehearse
 from spark_node.model import build, flatten
@@ -82,3 +86,23 @@ def test_a_rehearsal_starts_no_thread_and_a_peers_pool_no_second_one() -> None:
     """A process with threads cannot be forked safely; a pool whose products take every core fights all other peers."""
     found = subprocess.run([sys.executable, "-c", _COUNT_THREADS], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["0", "1"]
+
+
+def test_what_a_peer_does_aside_has_one_thread_however_much_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread more for every moment in which two things came together was a peer that grew for hours."""
+    used = set()
+
+    class Busy:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        async def run(self) -> None:
+            def work() -> None:
+                time.sleep(0.02)
+                used.add(threading.get_ident())
+
+            await asyncio.gather(*(asyncio.to_thread(work) for _ in range(8)))
+
+    monkeypatch.setattr(peer, "PeerProcess", Busy)
+    asyncio.run(peer._run(job("peer-000", Config()), None, None, None))
+    assert len(used) == 1

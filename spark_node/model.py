@@ -66,6 +66,13 @@ def flatten(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
+def attach(module: nn.Module, w: Tensor) -> None:
+    """Make the module's parameters views of the flat vector w, ready for autograd."""
+    for parameter, view in zip(module.parameters(), ParameterLayout.of(module).unflatten(w).values(), strict=True):
+        parameter.requires_grad_(True)
+        parameter.data = view
+
+
 def mlp(inputs: int, hidden: Sequence[int], classes: int, activation: str = "relu") -> nn.Sequential:
     """The paper's network: linear layers with an activation between them."""
     layers: list[nn.Module] = [nn.Flatten()]

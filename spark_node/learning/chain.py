@@ -87,6 +87,22 @@ def _slopes(activation: nn.Module, z: Tensor) -> Tensor:
         return torch.autograd.grad(activation(leaf).sum(), leaf)[0]
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer in the flat vectors of ChainRule: its weight and bias in w, and their places in v."""
+
+    weight: Tensor
+    bias: Tensor | None
+    weight_into: Tensor
+    bias_into: Tensor | None
+
+    def gather(self, mu: float, signal: Tensor, inputs: Tensor) -> None:
+        """v <- mu v + gradient, given what the loss says to this layer's outputs."""
+        self.weight_into.addmm_(signal.T, inputs, beta=mu)
+        if self.bias_into is not None:
+            self.bias_into.mul_(mu).add_(signal.sum(0)) if mu else torch.sum(signal, 0, out=self.bias_into)
+
+
 class ChainRule:
     """Gathers in v the gradient of a chain's cross-entropy at w; both are flat, and may change between two calls.
 
@@ -95,26 +111,46 @@ class ChainRule:
     """
 
     def __init__(self, links: Sequence[Link], layout: ParameterLayout, w: Tensor, v: Tensor) -> None:
-        self._links, self._parameters, self._into = links, layout.unflatten(w), layout.unflatten(v)
+        at, into = layout.unflatten(w), layout.unflatten(v)
+        names = [(f"{link.name}.weight", f"{link.name}.bias") for link in links]
+        self._first, *self._behind = [
+            _Layer(at[weight], at.get(bias), into[weight], into.get(bias)) for weight, bias in names
+        ]
+        self._activations = [link.activation for link in links if link.activation is not None]
         self._minus_one = w.new_full((1, 1), -1.0)
 
     @torch.no_grad()
     def __call__(self, mu: float, x: Tensor, y: Tensor) -> Tensor:
         """v <- mu v + gradient; the loss."""
-        passed = forward(self._links, self._parameters, x)
-        surprise = passed.logits.log_softmax(1)
+        x = x.flatten(1)
+        loss, signal = self.behind_first(mu, F.linear(x, self._first.weight, self._first.bias), y)
+        self._first.gather(mu, signal, x)
+        return loss
+
+    @torch.no_grad()
+    def behind_first(self, mu: float, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for all layers but the first, whose outputs are z; the loss, and its gradient in z."""
+        passed = []
+        for layer, activation in zip(self._behind, self._activations, strict=True):
+            h = activation(z)
+            passed.append((layer, activation, z, h))
+            z = F.linear(h, layer.weight, layer.bias)
+        surprise = z.log_softmax(1)
         loss = F.nll_loss(surprise, y)
         signal = surprise.exp_()  # (softmax - one-hot) / N: what the mean loss says to the logits
         signal.scatter_add_(1, y.unsqueeze(1), self._minus_one.expand(len(y), 1)).div_(len(y))
-        for i in reversed(range(len(self._links))):
-            link = self._links[i]
-            self._into[f"{link.name}.weight"].addmm_(signal.T, passed.inputs[i], beta=mu)
-            if link.bias:
-                bias = self._into[f"{link.name}.bias"]
-                bias.mul_(mu).add_(signal.sum(0)) if mu else torch.sum(signal, 0, out=bias)
-            if i > 0:
-                signal = (signal @ self._parameters[f"{link.name}.weight"]).mul_(passed.slopes[i - 1])
-        return loss
+        for layer, activation, z, h in reversed(passed):
+            layer.gather(mu, signal, h)
+            signal = _through(activation, z, signal @ layer.weight)
+        return loss, signal
+
+
+def _through(activation: nn.Module, z: Tensor, signal: Tensor) -> Tensor:
+    """The signal at an activation's outputs, taken back to its inputs z."""
+    if type(activation) is nn.ReLU:  # one pass, where a product with z > 0 takes two
+        passed: Tensor = torch.ops.aten.threshold_backward(signal, z, 0)
+        return passed
+    return signal.mul_(_slopes(activation, z))
 
 
 class Autograd:

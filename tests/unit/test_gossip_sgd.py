@@ -266,7 +266,7 @@ def test_what_was_sent_does_not_change_while_the_sender_trains_on() -> None:
 def test_an_epoch_sees_every_sample_once_and_keeps_the_last_smaller_batch() -> None:
     peer = alone(Residual(), epochs=2, batch_size=10)
     peer.labels = torch.arange(25)
-    epochs = [[y for _, y in batches] for batches in peer._epochs(1)]
+    epochs = [[y for _, y in batches] for batches in peer._epochs(1, peer.inputs, peer.labels)]
     assert [[len(y) for y in epoch] for epoch in epochs] == [[10, 10, 5]] * 2
     assert [sorted(torch.cat(epoch).tolist()) for epoch in epochs] == [list(range(25))] * 2
     assert not torch.equal(torch.cat(epochs[0]), torch.cat(epochs[1]))
@@ -311,7 +311,7 @@ def test_a_sharpness_aware_step_is_its_definition(adaptive: bool) -> None:
     plain = w - rate * (g + decay * w)
     found = w.clone()
     settings = LocalSettings(sam_rho=rho, sam_adaptive=adaptive, sam_eta=eta, weight_decay=decay)
-    loss = Descent(module, found, settings, rate).step(x, y)
+    loss = Descent(module, found, settings, rate, x).step(x, y)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert float((expected - plain).norm()) > 1e-4
     assert math.isclose(float(loss), cross_entropy(_at(reference, w)(x), y).item(), rel_tol=1e-12)
@@ -331,21 +331,23 @@ def test_momentum_gathers_the_sharpness_aware_gradients_only() -> None:
     steps = []
     for _ in range(2):  # without momentum, a step is -lr g(w + eps)
         before = w.clone()
-        Descent(copy.deepcopy(module), w, plain, 0.1).step(x, y)
+        Descent(copy.deepcopy(module), w, plain, 0.1, x).step(x, y)
         steps.append(w - before)
         w = before + steps[0]
     found = flatten(module)
-    heavy = Descent(module, found, LocalSettings(sam_rho=0.3, sam_adaptive=False, momentum=0.5), 0.1)
+    heavy = Descent(module, found, LocalSettings(sam_rho=0.3, sam_adaptive=False, momentum=0.5), 0.1, x)
     start = found.clone()
     heavy.step(x, y)
     heavy.step(x, y)
     torch.testing.assert_close(found, start + steps[0] + 0.5 * steps[0] + steps[1], rtol=1e-10, atol=1e-12)
 
 
-def test_a_gradient_of_zero_does_not_break_the_perturbation() -> None:
+@pytest.mark.parametrize("adaptive", [False, True], ids=["sam", "asam"])
+@pytest.mark.parametrize("rho", [0.1, 1e3])
+def test_a_gradient_of_zero_does_not_break_the_perturbation(rho: float, adaptive: bool) -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES))
-    w = flatten(module)
-    Descent(module, w, LocalSettings(sam_rho=0.1), 0.1).step(torch.zeros(CLASSES, 1, 6, 6), torch.arange(CLASSES))
+    w, x = flatten(module), torch.zeros(CLASSES, 1, 6, 6)
+    Descent(module, w, LocalSettings(sam_rho=rho, sam_adaptive=adaptive), 0.1, x).step(x, torch.arange(CLASSES))
     assert bool(torch.isfinite(w).all())
 
 

@@ -2,7 +2,12 @@
 
 A network of 20 small peers trains until the time is up (two hours, or --minutes). Every peer is looked at from outside,
 through /proc. Growth is the median over peers of the least-squares slope after the first tenth of the time (warm-up),
-as a change over the whole time.
+as a change over the whole time; `later growth` is the same of the second half alone: what fills up and then stays
+(caches, histories of bounded length) has less of it, a leak has as much.
+
+Memory is told twice. A peer shares the pages that it was forked with until it writes to them, if only a count of
+references: its private memory grows by that without a byte being allocated. Its anonymous memory, shared or not, grows
+only by what is allocated: that is the one to judge a leak by.
 """
 
 import json
@@ -20,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import set_flags
 
-MEASURES = ("memory_MB", "descriptors", "threads", "connections")
+MEASURES = ("private_MB", "anonymous_MB", "descriptors", "threads", "connections")
 
 
 def look(pid: int) -> dict[str, float] | None:
@@ -29,12 +34,14 @@ def look(pid: int) -> dict[str, float] | None:
     try:
         status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
         files = [os.readlink(file) for file in (place / "fd").iterdir()]
-        rollup = (place / "smaps_rollup").read_text().splitlines()
+        rollup = [line.split() for line in (place / "smaps_rollup").read_text().splitlines()[1:]]
     except OSError:
         return None
-    private = sum(int(line.split()[1]) for line in rollup if line.startswith("Private"))
+    pages = {name: int(size) * 1024 / 1e6 for name, size, _ in rollup}
+    private = pages["Private_Clean:"] + pages["Private_Dirty:"]
     sockets = sum(file.startswith("socket:") for file in files)
-    return dict(zip(MEASURES, (private / 1000, len(files), int(status["Threads"]), sockets), strict=True))
+    found = private, pages["Anonymous:"], len(files), int(status["Threads"]), sockets
+    return dict(zip(MEASURES, found, strict=True))
 
 
 def slope(points: list[tuple[float, float]]) -> float:
@@ -82,12 +89,14 @@ def measure(minutes: float, peers: int) -> list[dict[str, Any]]:
         for what in MEASURES:
             tails = [[(t, values[what]) for t, values in seen[name] if t > 6 * minutes] for name in names]
             tails = [tail for tail in tails if len(tail) > 2]
+            halves = [half for tail in tails if len(half := [(t, v) for t, v in tail if t > 30 * minutes]) > 2]
             growth = [slope(tail) * 60 * minutes for tail in tails]
+            later = [slope(half) * 60 * minutes for half in halves]
             level = statistics.median(statistics.median(v for _, v in tail) for tail in tails)
             rows.append({
                 "process": kind, "what": what, "rounds": rounds, "median": level,
                 "growth": statistics.median(growth), "growth_%": 100 * statistics.median(growth) / max(level, 1e-9),
-                "largest_growth": max(growth),
+                "largest_growth": max(growth), "later_growth": statistics.median(later) if later else None,
             })  # fmt: skip
     return rows
 

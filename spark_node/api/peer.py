@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own messages name the fix; its log does not
 
@@ -25,6 +25,7 @@ from spark_node.api.models import Model, load_config, own_learner, own_module, s
 from spark_node.api.samples import Array, Pair, as_dataset, check_classes, samples_of
 from spark_node.config import Config
 from spark_node.errors import ConfigError
+from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.devices import check_device
 from spark_node.launch.peer import PeerJob, PeerProcess
 from spark_node.launch.samples import peer_samples
@@ -32,9 +33,6 @@ from spark_node.learning.algorithm import Learner
 from spark_node.observe.accuracy import accuracy
 from spark_node.privacy import refuse_hidden
 from spark_node.security.identity import Role
-
-if TYPE_CHECKING:
-    from spark_node.generated.spark.v1 import peer_pb2 as pb
 
 _OVER = ("finished", "stopped", "failed")
 _PATIENCE = 30.0
@@ -261,7 +259,8 @@ class Peer:
         self._set(*state)
 
     async def _follow(self, process: PeerProcess) -> None:
-        async for said in process.progress.follow(0):
+        async for data in process.progress.follow(0):
+            said = pb.Progress.FromString(data)
             for report in said.rounds:
                 found = process.progress.model(report.round)
                 with self._change:

@@ -135,6 +135,7 @@ class GrpcTransport:
         )
         self.suspicion = Suspicion(network.suspicion_floor)
         self._channels: dict[tuple[str, str], aio.Channel] = {}
+        self._changes: dict[aio.Channel, tuple[grpc.ChannelConnectivity, asyncio.Task[None]]] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._receiving, self._wasted = 0, 0.0
@@ -161,7 +162,7 @@ class GrpcTransport:
         self._lost = defaultdict(set, {r: peers for r, peers in self._lost.items() if r >= k})
         neighbours = {self._line(peer) for peer in self.roster.neighbours(self.peer, k)}
         for line in [line for line in self._channels if line not in neighbours]:
-            await self._channels.pop(line).close(None)
+            await self._close(self._channels.pop(line))
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
@@ -262,8 +263,13 @@ class GrpcTransport:
 
     async def close(self) -> None:
         for channel in self._channels.values():
-            await channel.close(None)
+            await self._close(channel)
         self._channels.clear()
+
+    async def _close(self, channel: aio.Channel) -> None:
+        if channel in self._changes:
+            self._changes.pop(channel)[1].cancel()
+        await channel.close(None)
 
     # Sending.
 
@@ -359,8 +365,20 @@ class GrpcTransport:
                     log.warning("round %d: the connection to %s broke and cannot be made again", k, peer)
                     await self._lose(k, peer, "unreachable")
                     return
-            await channel.wait_for_state_change(state)
+            await self._change(channel, state)
             broke = broke or state is grpc.ChannelConnectivity.READY
+
+    async def _change(self, channel: aio.Channel, state: grpc.ChannelConnectivity) -> None:
+        """Until the connection's state is another one.
+
+        gRPC keeps a watch that was cancelled until the state changes, which on a sound connection is never: all stages
+        and rounds wait for the same one.
+        """
+        seen, change = self._changes.get(channel, (None, None))
+        if change is None or change.done() or seen is not state:
+            change = asyncio.create_task(channel.wait_for_state_change(state))
+            self._changes[channel] = state, change
+        await asyncio.shield(change)
 
     async def _look_after(self, k: int, peer: str, usual: float) -> None:
         """Tell a late neighbour that is slow, which answers a call while it computes, from one that will not come.

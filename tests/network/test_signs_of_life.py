@@ -159,3 +159,24 @@ def test_a_peer_whose_own_clock_runs_late_blames_nobody() -> None:
     assert neighbour.asked
     assert traffic.rejected == {}
     assert traffic.refused == {"late": 1}
+
+
+@isolated
+def test_a_connection_is_watched_once_however_many_rounds_wait_for_it() -> None:
+    """gRPC keeps a watch that was cancelled as long as the state stays what it is: a leak of kilobytes a round."""
+    watches: list[object] = []
+    wait = aio._channel.Channel.wait_for_state_change
+
+    async def counted(channel: aio.Channel, state: grpc.ChannelConnectivity) -> None:
+        watches.append(state)
+        await wait(channel, state)
+
+    async def act(transport: GrpcTransport) -> None:
+        for _ in range(20):
+            await transport.gather("package", 1, ["peer-1"], 0.1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aio._channel.Channel, "wait_for_state_change", counted)
+        play(lambda: in_round(1), act)
+    assert grpc.ChannelConnectivity.READY in watches
+    assert len(watches) <= 5, "each state on the way to a connection, and then one more"

@@ -3,6 +3,9 @@
 import hashlib
 import json
 import logging
+import math
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,6 +77,28 @@ def peer_samples(
     random = randomness(settings, peer)
     noisy, labels = privatise(x.numpy(), y.numpy().astype(np.int64), settings, dataset.classes, random)
     return PeerSamples(torch.from_numpy(noisy).to(device), torch.from_numpy(labels).to(device), path, digest)
+
+
+class SharedRoom:
+    """Memory for the inputs of all peers of a host, which its forks map and do not copy.
+
+    A fork copies the page tables of ordinary memory, and then has its siblings' samples in its own address space; of
+    this memory it has what it reads. 300 peers of the paper's size: 190 MB less to map in each.
+    """
+
+    def __init__(self, samples: int, shape: Sequence[int]) -> None:
+        self._free = torch.empty(0)
+        if samples:
+            block = mmap.mmap(-1, 4 * samples * math.prod(shape))  # torch holds it for as long as a tensor does
+            self._free = torch.frombuffer(block, dtype=torch.float32).view(samples, *shape)
+
+    def put(self, inputs: Tensor) -> Tensor:
+        """The same inputs, here; as they are where they are another kind of number or on another device."""
+        kept, free = self._free[: len(inputs)], self._free[len(inputs) :]
+        if inputs.device.type != "cpu" or inputs.dtype != kept.dtype or inputs.shape != kept.shape:
+            return inputs
+        self._free = free
+        return kept.copy_(inputs)
 
 
 @cache

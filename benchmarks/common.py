@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def set_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings {"section.key": value} as the words of a command line."""
     return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def processor_seconds(session: int) -> float:
+    """Time on processors of all processes of a session that live, and of those of their children that have ended."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()  # from the state on
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def report(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None) -> None:

@@ -223,12 +223,16 @@ def _read_femnist_npz(entry: Entry, path: Path) -> tuple[Samples, Samples]:
 
 
 def _read_digits() -> tuple[Samples, Samples]:
-    """scikit-learn's digits; a fixed fifth of each class is the test set."""
-    from sklearn.datasets import load_digits
+    """scikit-learn's digits; a fixed fifth of each class is the test set.
 
-    data = load_digits()
-    pixels = data.images.astype(np.uint8).reshape(-1, 1, 8, 8)
-    labels = data.target.astype(np.int64)
+    Its file is read here: to import scikit-learn, and with it half of SciPy, takes longer than a small run.
+    """
+    path = locate("digits")[0].path
+    try:
+        rows = np.loadtxt(path, np.uint8, delimiter=",")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); run: pip install --force-reinstall scikit-learn") from None
+    pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].astype(np.int64)
     random = stream(0, "digits", "split")
     test = np.zeros(len(labels), bool)
     for label in range(10):

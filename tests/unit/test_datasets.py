@@ -6,6 +6,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import zipfile
 from contextlib import suppress
 from dataclasses import replace
@@ -558,3 +560,16 @@ class TestRealFiles:
         dataset = self.real("femnist")
         assert dataset.classes == 62
         assert dataset.train.pixels.mean() > 200  # a white background, as LEAF has it
+
+
+def test_digits_are_those_of_scikit_learn_and_do_not_import_it() -> None:
+    loaded = "import sys; from spark_node.data.datasets import load; load('digits'); print('sklearn' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == "False"
+    from sklearn.datasets import load_digits
+
+    expected, dataset = load_digits(), load("digits")
+    pixels = np.concatenate([dataset.train.pixels, dataset.test.pixels]).reshape(-1, 64)
+    labels = np.concatenate([dataset.train.labels, dataset.test.labels])
+    ours = sorted(map(tuple, np.column_stack([pixels, labels]).tolist()))
+    assert ours == sorted(map(tuple, np.column_stack([expected.data, expected.target]).astype(int).tolist()))

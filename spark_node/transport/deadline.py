@@ -40,7 +40,7 @@ class Deadlines:
         """Seconds that the next such wait may take."""
         if len(self._waits[stage]) < _ENOUGH or len(self._rounds) < _ROUNDS:
             return self._ceiling
-        longest = max(self.usual(stage) + (LOOKS + 1) * self.look, 2 * max(self._rounds), self._floor)
+        longest = max(self.usual(stage) + (LOOKS + 1) * self.look, 2 * self._longest, self._floor)
         return min(longest, self._ceiling)
 
     def usual(self, stage: str) -> float:
@@ -50,7 +50,19 @@ class Deadlines:
             return self._floor
         middle = median(waits)
         spread = median(abs(wait - middle) for wait in waits)
-        return max(middle + self._spread * spread, self.look)
+        return max(middle + self._spread * spread, self.look, self._longest / 4)
+
+    def until_next_look(self, waited: float) -> float:
+        """Seconds until a neighbour that has just answered is called again, after a wait of so long.
+
+        A call costs both ends milliseconds, and 300 peers of one machine wait most of the time: where rounds take
+        minutes, a few calls a round are enough, and one that hangs from now on still costs less than a round.
+        """
+        return max(self.look, waited / 2, self._longest / 2)
+
+    @property
+    def _longest(self) -> float:
+        return max(self._rounds, default=0.0)
 
 
 class Suspicion:

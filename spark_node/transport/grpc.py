@@ -408,8 +408,8 @@ class GrpcTransport:
             if missed >= enough and peer not in self._lost[k]:
                 log.warning("round %d: %s gives no sign of life", k, peer)
                 await self._lose(k, peer, "hanging")
-            elif not missed:  # it is there: the longer this took already, the longer until the next look
-                await asyncio.sleep(max(patience, (time.monotonic() - began) / 2))
+            elif not missed:
+                await asyncio.sleep(self.deadlines.until_next_look(time.monotonic() - began))
 
     async def _standing_of(self, channel: aio.Channel, seconds: float) -> "pb.Receipt":
         """Where a neighbour says that it is."""

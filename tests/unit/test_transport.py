@@ -69,6 +69,20 @@ def test_a_look_after_a_neighbour_begins_when_it_is_later_than_usual_and_is_over
     assert Deadlines(120.0, 600.0, 8.0, sign_of_life=10.0).look == 10.0
 
 
+def test_where_rounds_are_long_a_neighbour_that_answers_is_called_a_few_times_a_round() -> None:
+    deadlines = Deadlines(12.0, 600.0, 8.0, sign_of_life=10.0)
+    assert deadlines.until_next_look(0.0) == deadlines.look == 3.0
+    assert deadlines.until_next_look(40.0) == 20.0  # no round is over yet: ever more seldom
+    for _ in range(3):
+        deadlines.round_took(200.0)
+    for _ in range(5):
+        deadlines.seen("package", 1.0)
+    assert deadlines.usual("package") == 50.0
+    assert deadlines.until_next_look(50.0) == 100.0
+    hanging = deadlines.usual("package") + deadlines.until_next_look(50.0) + 4 * deadlines.look
+    assert hanging < deadlines.of("package")  # one that hangs after it has answered is still left out in time
+
+
 def test_each_failure_in_a_row_halves_what_a_neighbour_is_granted_and_a_word_of_it_forgives() -> None:
     suspicion = Suspicion(floor=1.0)
     grants = []

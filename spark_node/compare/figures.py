@@ -202,7 +202,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
     tops = [float(np.nanmax(curve.mean)) for curves in found.values() for curve in curves.values()]
     lows = [float(np.nanmin(curve.mean)) for curves in found.values() for curve in curves.values()]
     top = max([*tops, *([] if clients else results.targets)])
-    bottom = max(min(lows), top - _HEIGHT_SHOWN)
+    bottom = max(min(lows), min(top - _HEIGHT_SHOWN, *tops))  # the worst method is seen too, where it gets to
     margin = 0.04 * (top - bottom) + 0.002
     for axes in panels[: len(columns)]:
         axes.set_ylim(max(bottom - margin, 0.0), min(top + margin, 1.005))

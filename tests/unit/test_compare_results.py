@@ -223,6 +223,15 @@ def test_grids_of_any_shape_can_be_drawn(tmp_path: Path, axes: int) -> None:
     assert page.answer(found)
 
 
+def test_a_method_that_stays_far_behind_is_drawn_too(tmp_path: Path) -> None:
+    found = results_of(
+        tmp_path, study((0,)), lambda c: (0.1, 0.2, 0.3) if c.group[0] == "NTK-DFL" else (0.1, 0.6, 0.95)
+    )
+    low, high = figures.figures(found)["convergence"].axes[0].get_ylim()
+    assert 0.2 < low < 0.3  # its best is seen; first rounds may fall out
+    assert high > 0.95
+
+
 def test_the_index_leads_to_every_study(tmp_path: Path, results: Results) -> None:
     file = output.write_index(tmp_path, [("one", results), ("two", results)])
     outline = Outline(file.read_text())

@@ -107,7 +107,7 @@ def _to_target(
         reached = cells[row, column]
         return reached.mean.mean if reached.all_did and reached.mean else math.nan
 
-    note = f"{seeds_note(results)} `> R`: not reached in R rounds."
+    note = f"{seeds_note(results)} “> R”: not reached in R rounds."
 
     def text(row: str, column: Column) -> str:
         return needed(cells[row, column], say, beyond)

@@ -100,7 +100,7 @@ def accuracy_vs_value(results: Results) -> Figure | None:
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_xlabel(axis.name.replace("_", " "))
     axes.set_ylabel(f"test accuracy at round {results.at_round}")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=_decimals(axes.get_ylim())))
+    _in_percent(axes)
     _legend_below(figure, axes)
     return plots.titled(figure, axes, f"Accuracy by {axis.name.replace('_', ' ')}")
 
@@ -206,8 +206,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
     margin = 0.04 * (top - bottom) + 0.002
     for axes in panels[: len(columns)]:
         axes.set_ylim(max(bottom - margin, 0.0), min(top + margin, 1.005))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=_decimals(axes.get_ylim())))
+        _in_percent(axes)
     for axes in panels[: len(columns) : _PANELS_A_ROW]:
         axes.set_ylabel(said, color=FAINT, fontsize=12)
     if len(columns) > 1:
@@ -298,6 +297,12 @@ def _legend_below(figure: Figure, axes: Axes, others: Sequence[Axes] = ()) -> No
         fontsize=11,
         labelcolor=INK,
     )
+
+
+def _in_percent(axes: Axes) -> None:
+    """Whole numbers of percent where there is room for them, never 78, 75, 72 for steps of 2.5."""
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=_decimals(axes.get_ylim())))
 
 
 def _decimals(limits: tuple[float, float]) -> int:

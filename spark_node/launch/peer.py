@@ -25,6 +25,7 @@ from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.recovery import Recovery, remember_port, remembered_port
+from spark_node.launch.scheduling import in_the_background
 from spark_node.launch.service import Progress, Service
 from spark_node.launch.turns import Turns
 from spark_node.learning.algorithm import Learner
@@ -105,7 +106,8 @@ class PeerProcess:
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
             loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        server, port = await self._serve()
+        with in_the_background():
+            server, port = await self._serve()
         work = loop.create_task(self._work(port))
         stop = loop.create_task(self._stop.wait())
         if self._lead is not None:

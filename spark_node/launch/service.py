@@ -18,7 +18,7 @@ from spark_node.package.format import Terms
 from spark_node.package.writer import encode
 from spark_node.security.identity import Identity, Role
 from spark_node.security.tls import NotAllowed, Security
-from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, GrpcTransport, Traffic
+from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, Arriving, GrpcTransport, Traffic
 
 MOST_HELD = 64
 """Messages that wait for this peer to join."""
@@ -124,6 +124,12 @@ class Service:
         )
 
     async def Deliver(self, request_iterator: AsyncIterator[bytes], context: Any) -> "pb.Receipt":
+        return await self._take(request_iterator, context)
+
+    async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
+        return await self._take(request, context)
+
+    async def _take(self, arriving: Arriving, context: Any) -> "pb.Receipt":
         try:
             caller = self._security.caller(context, SENDERS)
         except NotAllowed as error:
@@ -135,9 +141,9 @@ class Service:
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
         assert self.transport is not None
         if caller is None:
-            return await self.transport.receive(request_iterator, None, context.peer())
+            return await self.transport.receive(arriving, None, context.peer())
         self.transport.welcome(caller)
-        return await self.transport.receive(request_iterator, caller.name, context.peer())
+        return await self.transport.receive(arriving, caller.name, context.peer())
 
     async def _joined(self) -> bool:
         """Whether this peer knows its run: a neighbour that heard of the start first is made to wait a little."""
@@ -149,12 +155,6 @@ class Service:
             finally:
                 self._held -= 1
         return self.transport is not None
-
-    async def DeliverWhole(self, request: bytes, context: Any) -> "pb.Receipt":
-        async def alone() -> AsyncIterator[bytes]:
-            yield request
-
-        return await self.Deliver(alone(), context)
 
     async def Standing(self, request: "pb.StandingRequest", context: Any) -> "pb.Receipt":
         await self._admit(context, SENDERS)

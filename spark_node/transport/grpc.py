@@ -35,6 +35,8 @@ _HANDSHAKE_MS = 20_000
 """The time that a connection has to show a certificate."""
 HELD_SECONDS = 10.0
 """The most that a message waits for the start of the run, or for a member list, before it is told to come again."""
+Arriving = AsyncIterator[bytes] | bytes
+"""A message as it comes: chunk by chunk, or all of it at once."""
 _STREAM, _WHOLE, _MODEL, _STANDING = (
     f"/spark.v1.Peer/{method}" for method in ("Deliver", "DeliverWhole", "Model", "Standing")
 )
@@ -449,7 +451,7 @@ class GrpcTransport:
 
     # Receiving.
 
-    async def receive(self, arriving: AsyncIterator[bytes], certified: str | None, connection: str) -> "pb.Receipt":
+    async def receive(self, arriving: Arriving, certified: str | None, connection: str) -> "pb.Receipt":
         """Deliver: limits first, then the envelope before anything is stored, the header before the message is kept.
 
         `certified` is the name in the sender's certificate, None without certificates: then a connection is a sender.
@@ -487,7 +489,7 @@ class GrpcTransport:
             log.warning("round %d: %s broke limits too often and is cut off", self.mailbox.round, who)
             await self.mailbox.give_up()
 
-    async def _within_limits(self, arriving: AsyncIterator[bytes], certified: str | None, who: str) -> "pb.Receipt":
+    async def _within_limits(self, arriving: Arriving, certified: str | None, who: str) -> "pb.Receipt":
         if self._receiving > self._network.streams:
             return self.refuse(pb.REASON_BUSY, "too many messages at once")
         try:
@@ -501,8 +503,11 @@ class GrpcTransport:
                 return self.refuse(pb.REASON_CUT_OFF, error.detail)
             return self.refuse(REASONS[error.refusal], error.detail)
 
-    async def _metered(self, arriving: AsyncIterator[bytes], who: str) -> AsyncIterator[bytes]:
+    async def _metered(self, arriving: Arriving, who: str) -> AsyncIterator[bytes]:
         """What arrives, as long as it comes neither too fast nor not at all."""
+        if isinstance(arriving, bytes):
+            yield self._paid_for(arriving, who)
+            return
         while True:
             try:
                 async with asyncio.timeout(self._limits.silence):
@@ -511,9 +516,12 @@ class GrpcTransport:
                 return
             except TimeoutError:
                 raise _OverLimit(pb.REASON_SILENT, f"nothing came for {self._limits.silence:.0f} s") from None
-            if not self.guard.spend(who, len(raw)):
-                raise _OverLimit(pb.REASON_TOO_FAST, "too many bytes a second")
-            yield raw
+            yield self._paid_for(raw, who)
+
+    def _paid_for(self, raw: bytes, who: str) -> bytes:
+        if not self.guard.spend(who, len(raw)):
+            raise _OverLimit(pb.REASON_TOO_FAST, "too many bytes a second")
+        return raw
 
     async def _receive(self, arriving: AsyncIterator[bytes], certified: str | None, who: str) -> "pb.Receipt":
         envelope: pb.Envelope | None = None

@@ -15,13 +15,14 @@ def in_the_background() -> Iterator[None]:
     thread waits for its turn (SCHED_BATCH) they stay where they are: a third of the wake-ups of 300 peers that wait
     while two compute. On a processor that is free it starts at once all the same.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    changed = False
+    if sys.platform == "linux":
+        with suppress(OSError):  # where a sandbox forbids it, all stays as it is
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+                changed = True
     try:
         yield
     finally:
-        with suppress(OSError):
+        if changed:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

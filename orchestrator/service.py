@@ -1,5 +1,6 @@
 """The gRPC face of the registry: requests in, replies out, their bytes counted where they are (de)serialised."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from spark_node.security.tls import NotAllowed, Security
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_REPLY_BYTES = 2**25  # as much as peers take: the list of MAX_MEMBERS, at 300 bytes each
 
+_HELD_SECONDS, _LOOK_SECONDS = 3.0, 0.1
+"""How long the renewal of a peer that waits for the start is held, and between two looks whether that has come."""
+
 _SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"]
 
 
@@ -29,6 +33,7 @@ class OrchestratorService:
         self._registry, self._security = registry, security
         self._rates = Rates(calls_per_second)
         self._sent: tuple[MemberList | None, pb.Members | None] = (None, None)
+        self._starting: asyncio.Task[None] | None = None
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         """Take a peer in, or say why not."""
@@ -54,9 +59,13 @@ class OrchestratorService:
         )
 
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
-        """Keep a peer's place."""
+        """Keep a peer's place. Before the start the answer waits a little for it: hundreds of peers wait, and ask."""
         await self._only(request.name, context)
-        known, news = self._registry.renew(request.run, request.name, request.address, request.round, request.version)
+        asked = request.run, request.name, request.address, request.round, request.version
+        known, news = self._registry.renew(*asked)
+        if known and not self._registry.started:
+            await self._hold()
+            known, news = self._registry.renew(*asked)
         return pb.RenewReply(
             known=known,
             started=self._registry.started,
@@ -64,6 +73,16 @@ class OrchestratorService:
             before=self._before(news, request.version),
             round=self._registry.furthest,
         )
+
+    async def _hold(self) -> None:
+        """Until the run starts, within bounds; all who wait share one look-out."""
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.wait({self._starting}, timeout=min(_HELD_SECONDS, self._registry.terms.lease / 4))
+
+    async def _start(self) -> None:
+        while not self._registry.started:
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
         """Let a peer go."""

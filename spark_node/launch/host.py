@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 # What libraries import when they are first used: here once, and not in every peer.
 import cryptography.hazmat.backends.openssl.backend  # noqa: F401
+import numpy.ctypeslib
 import numpy.ma  # noqa: F401
 
 from spark_node.chaos.order import FILE

@@ -471,3 +471,28 @@ def test_it_may_run_in_a_forked_child_which_keeps_an_ignored_interrupt_ignored(s
     os.kill(child, signal.SIGTERM)
     assert it.process.stdout is not None
     assert it.process.stdout.readline() == "40\n"
+
+
+@speaks
+def test_who_waits_for_the_start_is_answered_when_it_comes_and_else_after_a_while(start: Start) -> None:
+    waits = start(*small(lease=60.0))
+    for name in ("a", "b"):
+        assert not waits.join(name).refusal
+    began = time.monotonic()
+    assert not waits.renew("a").started
+    held = time.monotonic() - began
+    assert held > 1.0, "a renewal that is answered at once is asked again and again"
+    answers: list[tuple[bool, int]] = []
+
+    def ask() -> None:
+        reply = waits.renew("b")
+        answers.append((reply.started, len(reply.members.members)))
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    assert not waits.join("c").refusal
+    waiting.join(PATIENCE)
+    assert answers == [(True, 3)]
+    assert time.monotonic() - began < held, "the start ends the wait"

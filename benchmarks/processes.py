@@ -25,7 +25,7 @@ QUICK = {"run.nodes": 12, "run.rounds": 3, "topology.degree": 3, "data.samples_p
 
 
 def product_ms() -> float:
-    """How fast a processor is now: one thread, the best of a few."""
+    """How fast a processor is now: one thread, the median of 50 tries."""
     import torch
 
     torch.set_num_threads(1)

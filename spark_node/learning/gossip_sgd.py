@@ -106,10 +106,15 @@ def perturb(w: Tensor, gradient: Tensor, scale: Tensor, settings: LocalSettings)
 
     In place, since passes over vectors of this length are what it costs: the gradient is spent, and T stands in scale.
     """
-    tiny = torch.finfo(w.dtype).tiny
     if not settings.sam_adaptive:
-        w.add_(gradient.div_(gradient.norm().div_(settings.sam_rho).add_(tiny)))
+        w.add_(gradient.div_(_norm(gradient).div_(settings.sam_rho)))
         return
     torch.abs(w, out=scale).add_(settings.sam_eta)
     gradient.mul_(scale)
-    w.addcmul_(scale, gradient.div_(gradient.norm().div_(settings.sam_rho).add_(tiny)))
+    w.addcmul_(scale, gradient.div_(_norm(gradient).div_(settings.sam_rho)))
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """||g|| + 1e-12, as SAM's published code has it: once a batch is fitted, g is 1e-25 and its squares are zero."""
+    norm: Tensor = gradient.norm().add_(1e-12)
+    return norm

@@ -351,6 +351,21 @@ def test_a_gradient_of_zero_does_not_break_the_perturbation(rho: float, adaptive
     assert bool(torch.isfinite(w).all())
 
 
+@pytest.mark.parametrize("adaptive", [False, True], ids=["sam", "asam"])
+def test_a_gradient_whose_squares_are_too_small_for_floats_moves_nothing(adaptive: bool) -> None:
+    """A fitted batch: the logit of the right class is ahead by 57, so softmax - one-hot is 1e-25 where it is not 0."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+        module[1].bias[0] = 57.0
+    w, x = flatten(module), torch.ones(4, 1, 6, 6)
+    before = w.clone()
+    settings = LocalSettings(sam_rho=0.01, sam_adaptive=adaptive, momentum=0.99)
+    Descent(module, w, settings, 0.01, x).step(x, torch.zeros(4, dtype=torch.long))
+    torch.testing.assert_close(w, before, rtol=0, atol=1e-12)
+
+
 # The chain rule by hand
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_node.compare.figures import figures
-from spark_node.compare.page import Entry, answer, details, index_page, study_page
+from spark_node.compare.page import QUICK, Entry, answer, details, index_page, study_page
 from spark_node.compare.results import Results
 from spark_node.compare.runner import Outcome
 from spark_node.compare.tables import Table, tables
@@ -47,6 +47,7 @@ def as_markdown(results: Results, found: Sequence[Table], drawn: Sequence[str], 
     """The tables for people who read text."""
     lines = [f"# {results.study.title}", ""]
     lines += [results.study.question, ""] if results.study.question else []
+    lines += [QUICK, ""] if results.study.is_quick else []
     lines += [f"**{answer(results)}.**", "", *(f"- {line}" for line in details(results)), ""]
     lines += [f"- failed: {o.cell.title}: {o.reason}" for o in results.failed]
     lines += [f"- not run: {o.cell.title}" for o in results.missing]

@@ -13,7 +13,7 @@ from spark_node.compare.tables import Table, goal, points, seeds_note, spread
 from spark_node.observe import page, wording
 from spark_node.observe.page import Bold
 
-_QUICK = (
+QUICK = (
     "Quick size: embedded digits and few peers, so that it runs anywhere within minutes. It shows that everything "
     "works; for the figures run the study at its full size."
 )
@@ -63,7 +63,7 @@ def study_page(results: Results, found: Sequence[Table], drawn: Mapping[str, str
         f'<p class="lead">{page.text(study.question)}</p>' if study.question else "",
         *(f"<p>{page.text(line)}</p>" for line in details(results)),
         f'<p class="eyebrow">{page.text(f"{counts} finished. {seeds_note(results)}")}</p>',
-        f'<p class="warn">{page.text(_QUICK)}</p>' if study.is_quick else "",
+        f'<p class="warn">{page.text(QUICK)}</p>' if study.is_quick else "",
         *(f'<p class="bad">{page.text(f"{o.cell.title} failed: {o.reason}")}</p>' for o in results.failed),
         f'<p class="warn">{page.text(_missing(len(results.missing)))}</p>' if results.missing else "",
         *(_table(table) for table in found),
@@ -96,7 +96,7 @@ def index_page(entries: Sequence[Entry]) -> str:
     quick = any(entry.study.is_quick for entry in entries)
     body = [
         f"<h1>{page.text(wording.plural(len(entries), 'study').replace('studys', 'studies'))}</h1>",
-        f'<p class="warn">{page.text(_QUICK)}</p>' if quick else "",
+        f'<p class="warn">{page.text(QUICK)}</p>' if quick else "",
         f'<div class="table"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>',
     ]
     return page.document("Studies", "\n".join(body)).replace("max-height: 34rem", "max-height: none")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,16 @@ def test_failed_runs_are_listed_and_nothing_becomes_markup(tmp_path: Path) -> No
     assert "NTK-DFL, IID, seed 0 failed: no luck &lt;b&gt;" in text
     assert "failed: NTK-DFL, IID, seed 0" in (out / "compare.md").read_text()
     Outline(text)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_text_and_page_say_that_figures_are_of_the_quick_size(tmp_path: Path, results: Results, quick: bool) -> None:
+    """Its title may name a dataset that the quick size does not use."""
+    out = tmp_path / "out"
+    out.mkdir()
+    output.write_results(Results(replace(results.study, is_quick=quick), results.outcomes), out, "x")
+    for name in ("compare.md", "compare.html"):
+        assert ("Quick size: embedded digits" in (out / name).read_text()) is quick
 
 
 def test_the_answer_is_about_what_the_study_asks_first(tmp_path: Path, results: Results) -> None:

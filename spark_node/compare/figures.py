@@ -186,6 +186,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
     if not columns:
         return None
     figure, panels = _panels(len(columns))
+    across = _across(len(columns))
     for place, (axes, column) in enumerate(zip(panels, columns, strict=True), start=1):
         for index, curve in found[column].items():
             style = plots.line_style(index, len(curve.x))
@@ -195,7 +196,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
                 axes.fill_between(curve.x, low, high, color=style["color"], alpha=0.18, linewidth=0)
         if not clients:
             for target in results.targets:
-                plots.target_line(axes, target, named=place % _PANELS_A_ROW == 0 or place == len(columns))
+                plots.target_line(axes, target, named=place % across == 0 or place == len(columns))
         plots.titled(figure, axes, results.study.column_name(column) if len(columns) > 1 else title)
         if len(columns) > 1:
             axes.set_title(results.study.column_name(column), loc="left", fontsize=12.5, fontweight="normal", color=INK)
@@ -207,7 +208,7 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
     for axes in panels[: len(columns)]:
         axes.set_ylim(max(bottom - margin, 0.0), min(top + margin, 1.005))
         _in_percent(axes)
-    for axes in panels[: len(columns) : _PANELS_A_ROW]:
+    for axes in panels[: len(columns) : across]:
         axes.set_ylabel(said, color=FAINT, fontsize=12)
     if len(columns) > 1:
         figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=15, fontweight="bold", color=INK)
@@ -216,8 +217,13 @@ def _curves(results: Results, title: str, said: str, by_bytes: bool = False, cli
     return figure
 
 
+def _across(count: int) -> int:
+    """Panels in a row: rows that are full, or nearly so (four are two and two, not three and one)."""
+    return math.ceil(count / math.ceil(count / _PANELS_A_ROW))
+
+
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    across = min(count, _PANELS_A_ROW)
+    across = _across(count)
     down = math.ceil(count / across)
     size = (7.4, 4.6) if count == 1 else (0.6 + 4.2 * across, 0.9 + 3.5 * down)
     figure = Figure(figsize=size, layout="constrained", facecolor=SURFACE)

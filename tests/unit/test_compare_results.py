@@ -168,6 +168,15 @@ def test_failed_runs_are_listed_and_nothing_becomes_markup(tmp_path: Path) -> No
     Outline(text)
 
 
+@pytest.mark.parametrize(("panels", "across"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)])
+def test_panels_fill_their_rows(panels: int, across: int) -> None:
+    figure, axes = figures._panels(panels)
+    assert len(axes) == len(figure.axes) == panels
+    spec = axes[-1].get_subplotspec()
+    assert spec is not None
+    assert spec.get_gridspec().ncols == across
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_text_and_page_say_that_figures_are_of_the_quick_size(tmp_path: Path, results: Results, quick: bool) -> None:
     """Its title may name a dataset that the quick size does not use."""

@@ -22,7 +22,7 @@ from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, Arriving, Gr
 
 MOST_HELD = 64
 """Messages that wait for this peer to join."""
-_REPORTS = 1000
+_REPORTS = 256
 """Finished rounds that an observer which comes late, or was away, can still hear of."""
 SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
 """Whose certificates may deliver messages, and whose may follow a peer and fetch its models."""

@@ -1,14 +1,18 @@
 """The observer: follows every peer of a run, pulls their models, and tells watchers. Training never waits for it."""
 
 import asyncio
+import copy
 import logging
 import math
+import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from grpc import aio
@@ -90,7 +94,9 @@ class Observer:
         self._control: dict[str, int] = {}
         self._control_before = sum(r.bytes_sent.get("control", 0) for r in recorded)
         self._changed = asyncio.Event()
-        self._pool = ThreadPoolExecutor(1)
+        workers = config.run.workers or os.cpu_count() or 1
+        self._pool = ThreadPoolExecutor(workers, initializer=self._starts_scoring)
+        self._scoring = threading.local()
         self._run, self._version, self._first = "", 0, 0
         self._recorded = max((r.round for r in recorded), default=0)
         self._shown = (0, 0)
@@ -284,9 +290,7 @@ class Observer:
         if not held and self._unreadable:
             why = next(iter(self._unreadable.values()))
             raise ConfigError(f"no model of round {k} can be read ({why}); give the settings with which the peers run")
-        with_clients = self._config.run.evaluates_clients(k)
-        scoring = asyncio.get_running_loop().run_in_executor(self._pool, self._score, held, with_clients)
-        aggregated, clients = await scoring
+        aggregated, clients = await self._evaluate(list(held.values()), self._config.run.evaluates_clients(k))
         if self._live is not None:
             self._live.scored(dict(zip(held, clients, strict=False)))
         evaluation = time.perf_counter() - start
@@ -294,18 +298,24 @@ class Observer:
         self._watcher.round_done(self._summed(k, done.reports, aggregated, clients, seconds))
         return finished
 
-    def _score(self, models: Mapping[str, Tensor], with_clients: bool) -> tuple[float, list[float]]:
-        threads = torch.get_num_threads()
+    async def _evaluate(self, models: Sequence[Tensor], with_clients: bool) -> tuple[float, list[float]]:
+        """The accuracy of the mean model, and those of the peers; after the last round nobody else computes."""
+        if not models:  # no peer has kept its model of this round
+            return math.nan, []
+        run = partial(asyncio.get_running_loop().run_in_executor, self._pool)
+        mean = await run(mean_weights, models)
+        aggregated, *clients = await asyncio.gather(
+            *(run(self._score, w) for w in (mean, *(models if with_clients else ())))
+        )
+        return aggregated, clients
+
+    def _starts_scoring(self) -> None:
+        """A thread that scores: one of torch's threads, and a copy of the module, whose weights it exchanges."""
         torch.set_num_threads(1)
-        try:
-            x, y = self._test
-            held = list(models.values())
-            if not held:  # no peer has kept its model of this round
-                return math.nan, []
-            clients = [accuracy(self._module, w, x, y) for w in held] if with_clients else []
-            return accuracy(self._module, mean_weights(held), x, y), clients
-        finally:
-            torch.set_num_threads(threads)
+        self._scoring.module = copy.deepcopy(self._module)
+
+    def _score(self, w: Tensor) -> float:
+        return accuracy(self._scoring.module, w, *self._test)
 
     def _summed(
         self,

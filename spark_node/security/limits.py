@@ -14,18 +14,26 @@ _REMEMBERED = 4096
 class TokenBucket:
     """`rate` tokens a second, of which up to `burst` are saved up."""
 
+    __slots__ = ("_burst", "_rate", "_seen", "_tokens")
+
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate, self._burst = rate, burst
         self._tokens, self._seen = burst, now
 
     def take(self, count: float, now: float) -> bool:
         """Whether so many are there; if so, they are gone."""
-        self._tokens = min(self._burst, self._tokens + (now - self._seen) * self._rate)
-        self._seen = now
+        self._tokens, self._seen = self._saved(now), now
         if self._tokens < count:
             return False
         self._tokens -= count
         return True
+
+    def is_full(self, now: float) -> bool:
+        """Whether it is as a new one is."""
+        return self._saved(now) >= self._burst
+
+    def _saved(self, now: float) -> float:
+        return min(self._burst, self._tokens + (now - self._seen) * self._rate)
 
 
 class Rates:
@@ -46,7 +54,7 @@ class Rates:
         return bucket.take(1.0, now)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sender:
     messages: TokenBucket
     bytes: TokenBucket
@@ -103,6 +111,18 @@ class Guard:
     def cut_off(self, k: int) -> int:
         """How many are cut off in round k."""
         return sum(k <= sender.cut_off_until for sender in list(self._senders.values()))
+
+    def round_begins(self, k: int) -> None:
+        """Forget those of whom nothing is left to know. Without certificates every new connection is one more."""
+        now, since = self._clock(), k - self._settings.cut_off_rounds
+        self._senders = OrderedDict(
+            (who, sender)
+            for who, sender in self._senders.items()
+            if sender.streams
+            or k <= sender.cut_off_until
+            or max(sender.strikes, default=-1) >= since
+            or not (sender.messages.is_full(now) and sender.bytes.is_full(now))
+        )
 
     def _of(self, who: str) -> _Sender:
         sender = self._senders.get(who)

@@ -24,7 +24,7 @@ Options = Sequence[tuple[str, Any]]
 ORCHESTRATOR, OBSERVER = "orchestrator", "observer"
 """The names of the two that a run has one of."""
 TOKEN = "spark-token"
-_REMEMBERED = 4096
+_REMEMBERED = 512
 """Connections that were seen to call, so that each counts once."""
 
 

@@ -161,6 +161,7 @@ class GrpcTransport:
     async def enter(self, k: int) -> None:
         """Round k begins: connections to peers that are no neighbours any more are closed."""
         await self.mailbox.enter(k)
+        self.guard.round_begins(k)
         self._lost = defaultdict(set, {r: peers for r, peers in self._lost.items() if r >= k})
         neighbours = {self._line(peer) for peer in self.roster.neighbours(self.peer, k)}
         for line in [line for line in self._channels if line not in neighbours]:

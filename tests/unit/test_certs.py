@@ -310,5 +310,39 @@ def test_the_memory_of_senders_is_bounded() -> None:
     assert len(it._senders) <= 4096
 
 
+def test_a_sender_is_forgotten_when_it_is_as_good_as_a_new_one() -> None:
+    now = [0.0]
+    settings = SecuritySettings(messages_per_second=1.0, strikes=3, cut_off_rounds=2)
+    it = Guard(settings, 1000, lambda: now[0])
+    for who in ("quiet", "busy", "struck", "cut off"):
+        assert it.enter(who)
+    for who in ("quiet", "struck", "cut off"):
+        it.leave(who)
+    it.strike("struck", 1)
+    for _ in range(3):
+        it.strike("cut off", 1)
+    it.round_begins(1)
+    assert len(it._senders) == 4  # each has a message less than a new one
+    now[0] = 10.0
+    it.round_begins(2)
+    assert set(it._senders) == {"busy", "struck", "cut off"}
+    assert it.is_cut_off("cut off", 2)
+    it.round_begins(4)
+    assert set(it._senders) == {"busy"}
+    it.leave("busy")
+    now[0] = 20.0
+    it.round_begins(5)
+    assert not it._senders
+
+
+def test_a_rate_is_not_escaped_by_a_new_round() -> None:
+    it = guard(messages_per_second=5.0, streams_per_sender=100)
+    for k in range(10):
+        assert it.enter("a")
+        it.leave("a")
+        it.round_begins(k)
+    assert not it.enter("a")
+
+
 def test_errors_of_certificates_are_the_users() -> None:
     assert issubclass(CertificateError, UserError)

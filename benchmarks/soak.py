@@ -1,9 +1,12 @@
 """Hours of rounds: do memory, file descriptors, threads or connections of a peer grow?
 
-A network of 20 small peers trains until the time is up (two hours, or --minutes). Every peer is looked at from outside,
-through /proc. Growth is the median over peers of the least-squares slope after the first tenth of the time (warm-up),
-as a change over the whole time; `later growth` is the same of the second half alone: what fills up and then stays
-(caches, histories of bounded length) has less of it, a leak has as much.
+A network of 20 small peers trains until the time is up (two hours, or --minutes), with a round every 30 s: they get a
+processor when they need one. --pace 0 trains without a pause; then ten peers wait for each processor all the time, and
+gRPC's pools of threads grow with the work that piles up.
+
+Every peer is looked at from outside, through /proc. Growth is the median over peers of the least-squares slope after
+the first tenth of the time (warm-up), as a change over the whole time; `later growth` is the same of the second half
+alone: what fills up and then stays (caches, histories of bounded length) has less of it, a leak has as much.
 
 Memory is told twice. A peer shares the pages that it was forked with until it writes to them, if only a count of
 references: its private memory grows by that without a byte being allocated. Its anonymous memory, shared or not, grows
@@ -52,7 +55,7 @@ def slope(points: list[tuple[float, float]]) -> float:
     return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
 
 
-def measure(minutes: float, peers: int) -> list[dict[str, Any]]:
+def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
     from spark_node.launch.pids import live_pids
 
     settings = {
@@ -60,6 +63,7 @@ def measure(minutes: float, peers: int) -> list[dict[str, Any]]:
         "run.nodes": peers,
         "run.rounds": 1_000_000,
         "run.clients_every": 1_000_000,
+        "run.pace": pace,
         "data.samples_per_node": 20,
         "model.hidden": [16],
         "learning.timesteps": [100],
@@ -107,10 +111,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, help="how long (default: 120; with --quick: 1.5)")
     parser.add_argument("--peers", type=int, default=20, help="default: 20")
+    parser.add_argument("--pace", type=float, help="seconds a round takes at the least (default: 30; with --quick: 1)")
     options = parser.parse_args()
+    pace = (1.0 if options.quick else 30.0) if options.pace is None else options.pace
     minutes = options.minutes or (1.5 if options.quick else 120)
-    rows = measure(minutes, options.peers)
-    print(json.dumps({"minutes": minutes}), file=sys.stderr)
+    rows = measure(minutes, options.peers, pace)
+    print(json.dumps({"minutes": minutes, "pace": pace}), file=sys.stderr)
     report("soak", rows, options.json)
 
 

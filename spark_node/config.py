@@ -76,6 +76,9 @@ class RunSettings:
     transport: str = _choice("grpc", ("grpc", "memory"), "grpc: every peer a process of its own; memory: all in one")
     device: str = _text("cpu", "torch device of every peer: cpu, cuda, cuda:1, ...")
     workers: int = _number(0, 0, 1024, "peers that compute at once on this machine; 0 = one a core")
+    pace: float = _number(
+        0.0, 0.0, 86_400.0, "over gRPC: seconds from a round's beginning to the next one's, at the least; 0 = no pause"
+    )
     rank_timeout: float = _number(
         120.0, 1.0, 86_400.0, "under torchrun: seconds after which a rank that does not answer ends the run"
     )

@@ -256,7 +256,10 @@ class PeerProcess:
             await self._progress.finished(self._report(k, result, seconds), w)
             said = f", loss {result.facts['loss']:.4f}" if "loss" in result.facts else ""
             log.info("round %d: %d of %d neighbours%s, %.2f s", k, result.used, result.expected, said, seconds)
-            k = await recovery.go_on(k + 1) if k < last else k + 1
+            following = await recovery.go_on(k + 1) if k < last else k + 1
+            if k + 1 == following <= last:  # who has fallen behind does not rest
+                await asyncio.sleep(start + self._config.run.pace - time.perf_counter())
+            k = following
         await self._progress.set("finished")
 
     async def _measure(self, w: Tensor) -> None:

@@ -290,7 +290,7 @@ class Observer:
         if not held and self._unreadable:
             why = next(iter(self._unreadable.values()))
             raise ConfigError(f"no model of round {k} can be read ({why}); give the settings with which the peers run")
-        aggregated, clients = await self._evaluate(list(held.values()), self._config.run.evaluates_clients(k))
+        aggregated, clients = await self._evaluate(held, self._config.run.evaluates_clients(k))
         if self._live is not None:
             self._live.scored(dict(zip(held, clients, strict=False)))
         evaluation = time.perf_counter() - start
@@ -298,14 +298,15 @@ class Observer:
         self._watcher.round_done(self._summed(k, done.reports, aggregated, clients, seconds))
         return finished
 
-    async def _evaluate(self, models: Sequence[Tensor], with_clients: bool) -> tuple[float, list[float]]:
+    async def _evaluate(self, models: Mapping[str, Tensor], with_clients: bool) -> tuple[float, list[float]]:
         """The accuracy of the mean model, and those of the peers; after the last round nobody else computes."""
         if not models:  # no peer has kept its model of this round
             return math.nan, []
         run = partial(asyncio.get_running_loop().run_in_executor, self._pool)
-        mean = await run(mean_weights, models)
+        held = list(models.values())
+        mean = await run(mean_weights, held)
         aggregated, *clients = await asyncio.gather(
-            *(run(self._score, w) for w in (mean, *(models if with_clients else ())))
+            *(run(self._score, w) for w in (mean, *(held if with_clients else ())))
         )
         return aggregated, clients
 

@@ -59,9 +59,9 @@ class KeepingObserver(Observer):
 
     models: dict[int, dict[str, Tensor]]
 
-    def _score(self, models: Mapping[str, Tensor], with_clients: bool) -> tuple[float, list[float]]:
+    async def _evaluate(self, models: Mapping[str, Tensor], with_clients: bool) -> tuple[float, list[float]]:
         self.models = {**getattr(self, "models", {}), len(getattr(self, "models", {})) + 1: dict(models)}
-        return super()._score(models, with_clients)
+        return await super()._evaluate(models, with_clients)
 
 
 class Network:

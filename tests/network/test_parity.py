@@ -60,3 +60,16 @@ def test_bytes_are_counted_by_kind_and_edge(tmp_path: Path) -> None:
     assert 2 * edges * d * 2 < sent["weights"] < 2 * edges * (d * 4 + 500)
     assert 0 < sent["package"] < sent["weights"]
     assert 0 < sent["control"] < 2000 * 6
+
+
+@isolated
+def test_a_pace_spreads_the_rounds_and_costs_no_neighbour(tmp_path: Path) -> None:
+    config = small(run__pace=2.0)
+    expected = in_memory(config)
+    network = Network(config, tmp_path)
+    found = network.train()
+    assert all(torch.equal(found[peer], w) for peer, w in expected.items()), logs(tmp_path)
+    rounds = [record.seconds["round"] for record in network.log.records]
+    assert len(rounds) == 3
+    assert sum(rounds) > 4.0
+    assert [record.neighbours_used for record in network.log.records] == [18] * 3

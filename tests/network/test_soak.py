@@ -1,0 +1,14 @@
+"""A minute of rounds: nothing in a peer may grow with them. benchmarks/soak.py does the same for two hours."""
+
+from benchmarks.soak import measure
+
+LIMITS = {"anonymous_MB": (2.0, 0.03), "descriptors": (2, 0.05), "threads": (3, 0.1), "connections": (2, 0.05)}
+"""What warming up may take, and what a round may add where that is more: a leak leaves one of a kind in each."""
+
+
+def test_rounds_leave_nothing_behind() -> None:
+    rows = {row["what"]: row for row in measure(1.0, 6, 0.0) if row["process"] == "peer"}
+    rounds = rows["descriptors"]["rounds"]
+    assert rounds >= 20
+    for what, (warming_up, a_round) in LIMITS.items():
+        assert rows[what]["growth"] < max(warming_up, a_round * rounds), (what, rows[what])

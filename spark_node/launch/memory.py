@@ -204,7 +204,7 @@ class MemoryRun:
         return score
 
     def _score(self, w: Tensor) -> float:
-        return accuracy(_private_copy(self.module), w, self.test_x, self.test_y)
+        return accuracy(self.module, w, self.test_x, self.test_y)
 
 
 def run_in_memory(
@@ -219,11 +219,6 @@ def run_in_memory(
     """Train a whole network in this process and tell the watcher about it; `recorded`: go on with such a run."""
     run = MemoryRun(config, dataset, partition, folder / CHECKPOINTS if folder is not None else None, run_id)
     run.run(watcher, first=1 + run.resume(recorded or 0))
-
-
-def _private_copy(module: nn.Module) -> nn.Module:
-    """functional_call swaps a module's parameters while it runs, so threads must not share one."""
-    return copy.deepcopy(module)
 
 
 def _record(k: int, finished: Finished, start: float, trained: float) -> RoundRecord:

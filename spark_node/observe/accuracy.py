@@ -1,5 +1,6 @@
 """Test accuracy of flat weight vectors."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from spark_node.model import ParameterLayout
 
 def accuracy(module: nn.Module, w: Tensor, x: Tensor, y: Tensor, batch: int = 2000) -> float:
     """Fraction of the samples whose largest logit is their label's."""
+    module = copy.deepcopy(module)  # functional_call swaps its parameters while it runs, and threads may share it
     parameters = ParameterLayout.of(module).unflatten(w)
     hits = 0
     with torch.no_grad():

@@ -1,11 +1,9 @@
 """The observer: follows every peer of a run, pulls their models, and tells watchers. Training never waits for it."""
 
 import asyncio
-import copy
 import logging
 import math
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +93,7 @@ class Observer:
         self._control_before = sum(r.bytes_sent.get("control", 0) for r in recorded)
         self._changed = asyncio.Event()
         workers = config.run.workers or os.cpu_count() or 1
-        self._pool = ThreadPoolExecutor(workers, initializer=self._starts_scoring)
-        self._scoring = threading.local()
+        self._pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
         self._run, self._version, self._first = "", 0, 0
         self._recorded = max((r.round for r in recorded), default=0)
         self._shown = (0, 0)
@@ -310,13 +307,8 @@ class Observer:
         )
         return aggregated, clients
 
-    def _starts_scoring(self) -> None:
-        """A thread that scores: one of torch's threads, and a copy of the module, whose weights it exchanges."""
-        torch.set_num_threads(1)
-        self._scoring.module = copy.deepcopy(self._module)
-
     def _score(self, w: Tensor) -> float:
-        return accuracy(self._scoring.module, w, *self._test)
+        return accuracy(self._module, w, *self._test)
 
     def _summed(
         self,

@@ -120,7 +120,7 @@ class Guard:
             for who, sender in self._senders.items()
             if sender.streams
             or k <= sender.cut_off_until
-            or max(sender.strikes, default=-1) >= since
+            or any(r >= since for r in sender.strikes)
             or not (sender.messages.is_full(now) and sender.bytes.is_full(now))
         )
 

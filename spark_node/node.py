@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -90,8 +90,7 @@ class Node:
             with self._timings(f"waiting, {stage}"):
                 arrived = await self._transport.gather(stage, k, used, self._deadline)
                 await asyncio.gather(*(task for peer, task in sending.items() if peer in arrived))
-            sound = {peer: m for peer, m in arrived.items() if self._accept(peer, stage, k, m)}
-            await self._compute(self.algorithm.incorporate, stage, k, sound, heavy=heavy)
+            sound = await self._compute(self._incorporate, stage, k, arrived, heavy=heavy)
             used = tuple(peer for peer in used if peer in sound)  # nobody is waited for twice in a round
         return RoundResult(len(neighbours), len(used), self._timings.take(), self.algorithm.facts())
 
@@ -101,6 +100,12 @@ class Node:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
         return task
+
+    def _incorporate(self, stage: str, k: int, arrived: dict[str, Message]) -> Collection[str]:
+        """Fold in what came, but for nonsense; whose it was."""
+        sound = {peer: m for peer, m in arrived.items() if self._accept(peer, stage, k, m)}
+        self.algorithm.incorporate(stage, k, sound)
+        return sound.keys()
 
     def _accept(self, peer: str, stage: str, k: int, message: Message) -> bool:
         """A neighbour that sends nonsense is left out of the round."""

@@ -47,6 +47,11 @@ class Package:
 Message = Weights | Package
 
 
+def kind_of(message: Message) -> str:
+    """weights | request | package."""
+    return "request" if isinstance(message, Weights) and message.request else message.kind
+
+
 def check(message: Message, parameters: int, package_parameters: int, classes: int) -> str | None:
     """Why a peer's message must not be used, or None: shapes as agreed, every number finite."""
     if isinstance(message, Weights):

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spark_node.learning.messages import Message, Weights
+from spark_node.learning.messages import Message, Weights, kind_of
 from spark_node.package.format import Terms, digest
 from spark_node.package.reader import decode, inspect
 from spark_node.package.streams import Bytes
@@ -86,6 +86,13 @@ class PeerCodec:
                 self._wired = (coded, known, coded.wire(known))
             return self._wired[2]
 
+    def ready(self, message: Message, k: int) -> list[bytes] | None:
+        """What `encode` gives for any neighbour, where that is at hand: a message without factors, just encoded."""
+        latest, wired = self._latest.get(kind_of(message)), self._wired
+        if wired is None or latest is None or latest[0] is not message or latest[1] != k:
+            return None
+        return wired[2] if wired[0] is latest[2] and not wired[0].factors else None
+
     def decode(self, data: Bytes, k: int, sender: str) -> Message:
         """A neighbour's message of round k, or PackageError."""
         with self._lock:
@@ -111,7 +118,7 @@ class PeerCodec:
             self.feedback = {name: tensor.to(self._device) for name, tensor in state.items()}
 
     def _encode_once(self, message: Message, k: int) -> CodedMessage:
-        kind = "request" if isinstance(message, Weights) and message.request else message.kind
+        kind = kind_of(message)
         latest = self._latest.get(kind)
         if latest is not None and latest[0] is message and latest[1] == k:
             return latest[2]

@@ -14,7 +14,7 @@ from grpc import aio
 
 from spark_node.config import NetworkSettings, PackageSettings, SecuritySettings
 from spark_node.generated.spark.v1 import peer_pb2 as pb
-from spark_node.learning.messages import Message, Weights
+from spark_node.learning.messages import Message, Weights, kind_of
 from spark_node.membership import Roster
 from spark_node.package.chunks import Assembly
 from spark_node.package.errors import MissingFactor, PackageError, Refusal
@@ -105,11 +105,6 @@ class Traffic:
     """Waits for a neighbour that were shortened because it had failed before."""
 
 
-def kind_of(message: Message) -> str:
-    """weights | request | package."""
-    return "request" if isinstance(message, Weights) and message.request else message.kind
-
-
 class GrpcTransport:
     """One peer's way to its neighbours: `send` and `gather` of Transport, and the receiving end of Deliver."""
 
@@ -140,6 +135,7 @@ class GrpcTransport:
         self._changes: dict[aio.Channel, tuple[grpc.ChannelConnectivity, asyncio.Task[None]]] = {}
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
+        self._encoding = asyncio.Lock()
         self._receiving, self._wasted = 0, 0.0
         self._standing: dict[str, int] = {}
         self._generations: dict[str, int] = {}
@@ -224,15 +220,23 @@ class GrpcTransport:
             log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, granted[peer])
             self.traffic.refused["late"] += 1
             self.suspicion.failed(peer)
-        messages: dict[str, Message] = {}
-        for peer in sorted(wanted & set(found)):
-            try:
-                messages[peer] = await self._compute(self.codec.decode, found[peer], k, peer)
-            except PackageError as error:
-                log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
-                self.traffic.refused[error.refusal.value] += 1
-                await self.strike(peer)
+        messages: dict[str, Message]
+        messages, unusable = await self._compute(self._decode, k, {p: found[p] for p in sorted(wanted & set(found))})
+        for peer, error in unusable.items():
+            log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
+            self.traffic.refused[error.refusal.value] += 1
+            await self.strike(peer)
         return messages
+
+    def _decode(self, k: int, arrived: dict[str, memoryview]) -> tuple[dict[str, Message], dict[str, PackageError]]:
+        """The sound messages, and what is wrong with the others. In one go: each way to another thread wakes two."""
+        messages, unusable = dict[str, Message](), dict[str, PackageError]()
+        for peer, data in arrived.items():
+            try:
+                messages[peer] = self.codec.decode(data, k, peer)
+            except PackageError as error:
+                unusable[peer] = error
+        return messages, unusable
 
     def round_took(self, seconds: float) -> None:
         """A round is over. The wait for those who never came says nothing about how long rounds take."""
@@ -277,7 +281,7 @@ class GrpcTransport:
     # Sending.
 
     async def _deliver(self, peer: str, stage: str, k: int, message: Message) -> "pb.Reason":
-        pieces = await self._compute(self.codec.encode, message, k, peer)
+        pieces = await self._encoded(message, k, peer)
         pause, retries = 0.02, 0
         while True:
             try:
@@ -297,6 +301,13 @@ class GrpcTransport:
                 return pb.REASON_LATE  # a stage of this round that is over there; it may still say its part of others
             else:
                 return receipt.reason
+
+    async def _encoded(self, message: Message, k: int, peer: str) -> list[bytes]:
+        """A message's bytes for a neighbour; the first neighbour's are made aside, and others take the same."""
+        async with self._encoding:
+            ready = self.codec.ready(message, k)
+            found: list[bytes] = await self._compute(self.codec.encode, message, k, peer) if ready is None else ready
+            return found
 
     async def _attempt(self, peer: str, stage: str, k: int, message: Message, pieces: list[bytes]) -> "pb.Receipt":
         kind, count = kind_of(message), 0

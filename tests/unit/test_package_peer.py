@@ -64,6 +64,31 @@ def test_every_neighbour_gets_the_inputs_once(pair: tuple[PeerCodec, PeerCodec])
         assert [bool(named(wire(one, package, k, to))) for to in NEIGHBOURS] == [k > 0] * 5
 
 
+def test_weights_that_were_encoded_are_ready_for_every_neighbour_of_that_round(
+    pair: tuple[PeerCodec, PeerCodec],
+) -> None:
+    one, _ = pair
+    w = case("mlp").w
+    weights, request = Weights(w), Weights(w, request=True)
+    assert one.ready(weights, 3) is None
+    pieces = one.encode(weights, 3, "peer-2")
+    assert one.ready(weights, 3) is pieces is one.encode(weights, 3, "peer-3")
+    assert one.ready(weights, 4) is None
+    assert one.ready(replace(weights), 3) is None  # equal, but another message
+    one.encode(request, 3, "peer-2")
+    assert one.ready(request, 3) is not None
+    assert one.ready(weights, 3) is None  # no longer the last one
+
+
+def test_a_package_is_never_ready_since_what_is_named_in_it_differs_by_neighbour(
+    pair: tuple[PeerCodec, PeerCodec],
+) -> None:
+    one, _ = pair
+    _, package = next(packages(1))
+    one.encode(package, 1, "peer-2")
+    assert one.ready(package, 1) is None
+
+
 def test_other_samples_are_sent_in_full(pair: tuple[PeerCodec, PeerCodec]) -> None:
     one, other = pair
     for k in range(3):

@@ -59,7 +59,7 @@ async def receiver(numbers: int, ready: int) -> None:
     from spark_node.transport.grpc import Traffic
 
     addresses = {"a": "127.0.0.1:1", "b": "127.0.0.1:1", "c": "127.0.0.1:1"}
-    service = Service(Progress("b", 1), MIB, Plaintext(), Traffic())
+    service = Service(Progress("b", models=1, reports=1), MIB, Plaintext(), Traffic())
     service.transport = transport_for("b", numbers, addresses)
     await service.transport.enter(1)
 

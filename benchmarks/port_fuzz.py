@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ async def serve(folder: Path, ready: int) -> None:
     transport = GrpcTransport(VICTIM, codec, roster, network, traffic, compute, security, limits)
     transport.stages = ("weights",)
     await transport.enter(ROUND)
-    service = Service(Progress(VICTIM, 1), MIB, security, traffic)
+    service = Service(Progress(VICTIM, models=1, reports=1), MIB, security, traffic)
     service.transport = transport
     server = aio.server(options=server_options(terms().settings, network, limits))
     server.add_generic_rpc_handlers((service.handler(),))
@@ -298,12 +299,17 @@ def fuzz(requests: int) -> list[dict[str, Any]]:
             os.close(reading)
             try:
                 asyncio.run(serve(folder, writing))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(writing)
         try:
             with os.fdopen(reading, "rb") as pipe:
-                port = int(pipe.read())
+                said = pipe.read()
+            if not said:
+                raise RuntimeError("the peer could not begin to serve; what it said is above")
+            port = int(said)
             found = asyncio.run(attack(port, victim, folder, requests))
             ended, _ = os.waitpid(victim, os.WNOHANG)
             if ended:

@@ -1,12 +1,15 @@
 """Hours of rounds: do memory, file descriptors, threads or connections of a peer grow?
 
 A network of 20 small peers trains until the time is up (two hours, or --minutes), with a round every 30 s: they get a
-processor when they need one. --pace 0 trains without a pause; then ten peers wait for each processor all the time, and
-gRPC's pools of threads grow with the work that piles up.
+processor when they need one, and between two rounds gRPC ends the threads that it does not need (after 20 s without
+work). --pace 0 trains without a pause; then ten peers wait for each processor all the time, and gRPC's pools of threads
+grow with the work that piles up.
 
 Every peer is looked at from outside, through /proc. Growth is the median over peers of the least-squares slope after
 the first tenth of the time (warm-up), as a change over the whole time; `later growth` is the same of the second half
-alone: what fills up and then stays (caches, histories of bounded length) has less of it, a leak has as much.
+alone: what fills up and then stays (caches, histories of bounded length) has less of it, a leak has as much. `quarters`
+are the medians of the four quarters of the time, one after the other. The history of rounds for observers that were
+away is kept short here, so that it is full before the measuring begins.
 
 Memory is told twice. A peer shares the pages that it was forked with until it writes to them, if only a count of
 references: its private memory grows by that without a byte being allocated. Its anonymous memory, shared or not, grows
@@ -64,6 +67,7 @@ def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
         "run.rounds": 1_000_000,
         "run.clients_every": 1_000_000,
         "run.pace": pace,
+        "network.report_history": 16,
         "data.samples_per_node": 20,
         "model.hidden": [16],
         "learning.timesteps": [100],
@@ -97,10 +101,13 @@ def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
             growth = [slope(tail) * 60 * minutes for tail in tails]
             later = [slope(half) * 60 * minutes for half in halves]
             level = statistics.median(statistics.median(v for _, v in tail) for tail in tails)
+            points = [(t, values[what]) for name in names for t, values in seen[name]]
+            quarters = [[v for t, v in points if q <= t / (15 * minutes) < q + 1] for q in range(4)]
             rows.append({
                 "process": kind, "what": what, "rounds": rounds, "median": level,
                 "growth": statistics.median(growth), "growth_%": 100 * statistics.median(growth) / max(level, 1e-9),
                 "largest_growth": max(growth), "later_growth": statistics.median(later) if later else None,
+                "quarters": " ".join(f"{statistics.median(quarter):.4g}" for quarter in quarters if quarter),
             })  # fmt: skip
     return rows
 

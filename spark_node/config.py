@@ -364,6 +364,7 @@ class NetworkSettings:
     keepalive: float = _number(300.0, 1.0, 3600.0, "seconds of silence after which a connection is probed")
     own_test: int = _number(0, 0, 10_000_000, "test samples on which a peer measures its own accuracy; 0 = none")
     model_history: int = _number(8, 1, 1000, "finished rounds whose models a peer keeps for the observer")
+    report_history: int = _number(256, 1, 100_000, "finished rounds that an observer which was away can still hear of")
     restarts: int = _number(3, 0, 1_000_000, "times that a crashed peer is started again")
     chaos: bool = _flag(False, "peers lose and damage what they send as `spark-dfl chaos` says; for tests only")
     log: str = _choice("human", ("human", "json"), "form of the peers' logs")

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,9 @@ class Host:
     def _watch(self) -> int:
         tune_allocator()
         rehearse([child.job for child in self._waiting])
+        for child in self._waiting:
+            if child.job.room is not None:
+                child.job.room.hide()
         gc.collect()
         gc.freeze()
         signal.signal(signal.SIGTERM, self._terminate)
@@ -131,7 +135,8 @@ class Host:
         for child in [c for c in self._waiting if c.not_before <= now]:
             self._waiting.remove(child)
             child.starts, child.started = child.starts + 1, now
-            pid = fork(partial(self._peer, child), child.job.name)
+            with child.job.room.shown() if child.job.room is not None else nullcontext():
+                pid = fork(partial(self._peer, child), child.job.name)
             self._running[pid] = child
             note_pid(self._logs, child.job.name, pid)
 

@@ -27,7 +27,7 @@ from spark_node.launch.logs import log_to
 from spark_node.launch.observation import LivePage, describe, observe
 from spark_node.launch.peer import PeerJob
 from spark_node.launch.pids import forget_pid, note_pid
-from spark_node.launch.samples import SharedRoom, peer_samples
+from spark_node.launch.samples import Room, peer_samples
 from spark_node.membership import peer_names
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher
 from spark_node.observe.run_folder import CHECKPOINTS, new_run_id
@@ -48,16 +48,16 @@ def peer_jobs(
     jobs = []
     names = peer_names(config.run.nodes)
     here = chosen or range(len(names))
-    room = SharedRoom(sum(len(partition.indices[i]) for i in here), dataset.shape)
     for place, i in enumerate(here):
         port = config.network.port + place if config.network.port else 0
         folder = checkpoints / names[i] if checkpoints is not None and config.checkpoint.enabled else None
         samples = peer_samples(config, names[i], dataset, partition.indices[i], folder)
         samples.keep()
-        own = room.put(samples.inputs), samples.labels
+        room = Room.of(samples.inputs)
+        own = samples.inputs if room is None else room.inputs, samples.labels
         metrics_port = config.network.metrics_port + place if config.network.metrics_port else 0
         job = PeerJob(names[i], config, module, *own, dataset.classes, port, test, checkpoints=folder)
-        jobs.append(replace(job, metrics_port=metrics_port))
+        jobs.append(replace(job, metrics_port=metrics_port, room=room))
     return jobs
 
 

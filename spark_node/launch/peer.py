@@ -25,6 +25,7 @@ from spark_node.config import Config
 from spark_node.errors import ConfigError
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.recovery import Recovery, remember_port, remembered_port
+from spark_node.launch.samples import Room
 from spark_node.launch.scheduling import in_the_background
 from spark_node.launch.service import Progress, Service
 from spark_node.launch.turns import Turns
@@ -69,6 +70,8 @@ class PeerJob:
     learner: Learner | None = None
     """Who makes its algorithm; None: run.algorithm says."""
     metrics_port: int = 0
+    room: Room | None = None
+    """Where its inputs lie, if they lie where a host can keep them from its other peers."""
 
 
 class PeerProcess:
@@ -83,7 +86,7 @@ class PeerProcess:
         self._security = security_of(job.config.security, Role.PEER, job.name)
         codec = job.config.package.codec
         self._metrics = PeerMetrics(job.name, self._traffic, self._security, codec, job.config)
-        self._progress = Progress(job.name, self._network.model_history)
+        self._progress = Progress(job.name, self._network.model_history, self._network.report_history)
         self._metrics.memory = self._progress.memory
         self._service = Service(self._progress, job.config.package.chunk_bytes, self._security, self._traffic)
         self._heavy, self._light = _one_thread(), _one_thread()

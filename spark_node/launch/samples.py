@@ -3,9 +3,9 @@
 import hashlib
 import json
 import logging
-import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -79,26 +79,39 @@ def peer_samples(
     return PeerSamples(torch.from_numpy(noisy).to(device), torch.from_numpy(labels).to(device), path, digest)
 
 
-class SharedRoom:
-    """Memory for the inputs of all peers of a host, which its forks map and do not copy.
+class Room:
+    """Memory of one peer's inputs, which a fork maps and does not copy, and which only that peer's fork gets.
 
-    A fork copies the page tables of ordinary memory, and then has its siblings' samples in its own address space; of
-    this memory it has what it reads. 300 peers of the paper's size: 190 MB less to map in each.
+    Whoever keeps the kernel from copying and watching what it will never read saves both: of 300 peers of the paper's
+    size each would otherwise map the samples of all, 190 MB, and whatever looks at a page of them looks at 300 maps.
     """
 
-    def __init__(self, samples: int, shape: Sequence[int]) -> None:
-        self._free = torch.empty(0)
-        if samples:
-            block = mmap.mmap(-1, 4 * samples * math.prod(shape))  # torch holds it for as long as a tensor does
-            self._free = torch.frombuffer(block, dtype=torch.float32).view(samples, *shape)
+    def __init__(self, inputs: Tensor) -> None:
+        self._block = mmap.mmap(-1, 4 * inputs.numel())
+        self.inputs = torch.frombuffer(self._block, dtype=torch.float32).view(inputs.shape).copy_(inputs)
 
-    def put(self, inputs: Tensor) -> Tensor:
-        """The same inputs, here; as they are where they are another kind of number or on another device."""
-        kept, free = self._free[: len(inputs)], self._free[len(inputs) :]
-        if inputs.device.type != "cpu" or inputs.dtype != kept.dtype or inputs.shape != kept.shape:
-            return inputs
-        self._free = free
-        return kept.copy_(inputs)
+    @classmethod
+    def of(cls, inputs: Tensor) -> "Room | None":
+        """A room with these inputs; None for another kind of number, another device, or no samples at all."""
+        fits = inputs.device.type == "cpu" and inputs.dtype == torch.float32 and inputs.numel()
+        return cls(inputs) if fits else None
+
+    def hide(self) -> None:
+        """From forks that come; in them, to touch it ends the process."""
+        self._advise("MADV_DONTFORK")
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """To forks that are made meanwhile."""
+        self._advise("MADV_DOFORK")
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def _advise(self, advice: str) -> None:
+        if hasattr(mmap, advice):  # Linux; elsewhere all forks have all
+            self._block.madvise(getattr(mmap, advice))
 
 
 @cache

@@ -22,8 +22,6 @@ from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, Arriving, Gr
 
 MOST_HELD = 64
 """Messages that wait for this peer to join."""
-_REPORTS = 256
-"""Finished rounds that an observer which comes late, or was away, can still hear of."""
 SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
 """Whose certificates may deliver messages, and whose may follow a peer and fetch its models."""
 
@@ -31,12 +29,13 @@ SENDERS, OBSERVERS = (Role.PEER,), (Role.OBSERVER,)
 class Progress:
     """What observers may ask a peer: its state, its finished rounds, its models of the last few."""
 
-    def __init__(self, name: str, history: int) -> None:
+    def __init__(self, name: str, models: int, reports: int) -> None:
+        """`models`, `reports`: how many finished rounds' are kept."""
         self.name, self.state, self.round = name, "joining", 0
-        self._reports: deque[tuple[int, bytes]] = deque(maxlen=_REPORTS)
+        self._reports: deque[tuple[int, bytes]] = deque(maxlen=reports)
         """Rounds, and what is said of them: as bytes they take a tenth of what they take as objects."""
         self._models: OrderedDict[int, Tensor] = OrderedDict()
-        self._history = history
+        self._most_models = models
         self._changed, self._closed = asyncio.Condition(), False
         self.control: Callable[[], int] = lambda: 0
         self.memory = MemoryMeter()
@@ -61,7 +60,7 @@ class Progress:
     def keep_model(self, k: int, w: Tensor) -> None:
         """For whoever asks; the oldest go."""
         self._models[k] = w
-        while len(self._models) > self._history:
+        while len(self._models) > self._most_models:
             self._models.popitem(last=False)
 
     def model(self, k: int) -> tuple[int, Tensor] | None:

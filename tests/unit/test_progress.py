@@ -11,7 +11,7 @@ from spark_node.launch.service import Progress
 
 def test_who_follows_a_peer_hears_the_rest_and_then_the_end() -> None:
     async def play() -> list[tuple[str, int, list[int]]]:
-        progress = Progress("peer-0", 2)
+        progress = Progress("peer-0", 2, 256)
 
         async def follow() -> list[tuple[str, int, list[int]]]:
             said = progress.follow(0)
@@ -34,7 +34,7 @@ def test_who_follows_a_peer_hears_the_rest_and_then_the_end() -> None:
 
 def test_what_is_said_of_a_round_is_all_that_was_reported_and_the_oldest_rounds_go() -> None:
     async def play() -> "pb.Progress":
-        progress = Progress("peer-0", 2)
+        progress = Progress("peer-0", 2, 256)
         progress.control = lambda: 77
         for k in range(1, 401):
             await progress.finished(report(k), torch.zeros(3))
@@ -55,10 +55,10 @@ def report(k: int) -> "pb.RoundReport":
 
 
 def test_no_report_is_kept_as_an_object() -> None:
-    """Ten times the size of its bytes, and a peer keeps a thousand of them."""
+    """Ten times the size of its bytes, and a peer keeps hundreds of them."""
 
     async def play() -> list[object]:
-        progress = Progress("peer-0", 1)
+        progress = Progress("peer-0", 1, 256)
         for k in range(1, 20):
             await progress.finished(report(k), torch.zeros(3))
         gc.collect()

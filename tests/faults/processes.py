@@ -19,6 +19,8 @@ from tests.network.test_commands import alive, children_of, environment
 
 SPARK = [sys.executable, "-m", "spark_node"]
 PATIENCE = 120.0
+A_RUN = 600.0
+"""Seconds in which a run ends, however busy the machine is: six of them at once on two cores took 140."""
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:

@@ -22,7 +22,7 @@ from spark_node.launch.network import Child, peer_jobs
 from spark_node.launch.recovery import Recovery
 from spark_node.learning.algorithms import signature
 from spark_node.model import flatten
-from tests.faults.processes import last_state, pid_of, rows, said, start_run, wait_for
+from tests.faults.processes import A_RUN, last_state, pid_of, rows, said, start_run, wait_for
 from tests.network.harness import Network, logs, small
 from tests.network.isolation import isolated
 from tests.network.test_lost_peers import doomed
@@ -42,7 +42,7 @@ def test_a_killed_peer_goes_on_from_its_checkpoint_in_the_round_of_the_others(tm
     with start_run(small(run__rounds=ROUNDS), "run", tmp_path) as run:
         wait_for(lambda: max(rounds_of(VICTIM, folder), default=0) >= 3, "three rounds")
         os.kill(pid_of(VICTIM, run, folder), signal.SIGKILL)
-        assert run.wait(200) == 0, said(folder)
+        assert run.wait(A_RUN) == 0, said(folder)
     log = (folder / "logs" / f"{VICTIM}.log").read_text()
     kept = [int(k) for k in re.findall(r"goes on from its checkpoint of round (\d+)", log)]
     began = [int(k) for k in re.findall(r"takes part from round (\d+) on", log)]
@@ -75,7 +75,7 @@ def test_peers_that_come_back_one_after_the_other_meet_the_network_and_do_not_ru
         wait_for(lambda: all(len(began(peer)) == 2 for peer in peers[:3]), "all are back")
         for pid in pids[3:]:
             os.kill(pid, signal.SIGCONT)
-        assert run.wait(200) == 0, said(folder)
+        assert run.wait(A_RUN) == 0, said(folder)
     back = [began(peer)[1] for peer in peers[:3]]
     assert max(back) <= finished + 2, f"{back} after round {finished}\n{said(folder)}"
     assert [row["round"] for row in rows(folder)] == list(range(1, ROUNDS + 1))
@@ -110,7 +110,7 @@ def test_a_stopped_peer_costs_ever_less_and_catches_up_when_it_wakes(tmp_path: P
         wait_for(lambda: max(rounds_of("peer-000", folder)) >= stopped + 8, "others go on")
         waited = (folder / "logs" / "peer-000.log").read_text()
         os.kill(victim, signal.SIGCONT)
-        assert run.wait(200) == 0, said(folder)
+        assert run.wait(A_RUN) == 0, said(folder)
     log = (folder / "logs" / f"{VICTIM}.log").read_text()
     jump = re.search(r"from round (\d+) straight to round (\d+)", log)
     assert jump is not None, said(folder)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from spark_node.config import Config, to_toml
-from tests.faults.processes import SPARK, kill_all, last_state, rows, running, said, start_run, wait_for
+from tests.faults.processes import A_RUN, SPARK, kill_all, last_state, rows, running, said, start_run, wait_for
 from tests.network.harness import in_memory, small
 from tests.network.test_commands import environment
 
@@ -28,7 +28,7 @@ def run_with_kills(config: Config, cwd: Path, kills: tuple[int, ...]) -> Path:
     for place in [*kills[1:], ROUNDS]:
         with running("run", "--resume", "run", "--quiet", cwd=cwd) as run:
             if place == ROUNDS:
-                assert run.wait(200) == 0, (cwd / "said.txt").read_text() + said(folder)
+                assert run.wait(A_RUN) == 0, (cwd / "said.txt").read_text() + said(folder)
             else:
                 wait_for(lambda: len(rows(folder)) >= place or run.poll() is not None, "more rounds")  # noqa: B023
                 kill_all(run)
@@ -78,7 +78,7 @@ def test_a_torn_and_a_foreign_checkpoint_are_named_and_all_start_from_an_earlier
     foreign = max((folder / "checkpoints" / "peer-002").glob("*.safetensors"))
     foreign.write_bytes(max((folder / "checkpoints" / "peer-003").glob("*.safetensors")).read_bytes())
     with running("run", "--resume", "run", "--quiet", cwd=tmp_path) as run:
-        assert run.wait(200) == 0, (tmp_path / "said.txt").read_text() + said(folder)
+        assert run.wait(A_RUN) == 0, (tmp_path / "said.txt").read_text() + said(folder)
     assert f"{torn.name} is not used: torn" in (folder / "logs" / "peer-001.log").read_text()
     assert f"{foreign.name} is not used: of another peer" in (folder / "logs" / "peer-002.log").read_text()
     for peer, w in in_memory(config).items():
@@ -96,7 +96,7 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path: Path) -> None:
     assert "leave out --rounds" in refused("nothing", "--rounds", "3")
     config = small(run__rounds=1, run__nodes=2, topology__degree=1, run__transport="memory")
     with start_run(config, "done", tmp_path) as run:
-        assert run.wait(100) == 0
+        assert run.wait(A_RUN) == 0
     assert "the run is complete" in refused("done")
 
 

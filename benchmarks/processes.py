@@ -4,7 +4,9 @@ The same run twice, over gRPC with mutual TLS and in memory: time of the rounds,
 run from start to end, memory. Goals: 1.5 times the time, 40 MB a peer and 14 GB in all for 300 peers. Wall time counts
 whatever else the machine does meanwhile, processor time does not; so both are told. A virtual machine's processors may
 be half as fast an hour later: `product` is a matrix product of the paper's size, timed before and after each run, and
---turns 2 runs both engines twice, in turns.
+--turns 2 runs both engines twice, in turns. `beside` is the processor time of everything else on the machine meanwhile,
+the kernel's own threads included: a monitor of memory (kdamond) has more to look at with every process. `stolen` is
+what the machine was not given.
 """
 
 import json
@@ -39,15 +41,25 @@ def product_ms() -> float:
     return statistics.median(times)
 
 
+def machine_s() -> tuple[float, float]:
+    """Processor seconds of the whole machine since it started: at work, and taken away by its host (Linux)."""
+    path = Path("/proc/stat")
+    if not path.exists():
+        return 0.0, 0.0
+    user, nice, system, _, _, irq, softirq, stolen = map(int, path.read_text().splitlines()[0].split()[1:9])
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / ticks, stolen / ticks
+
+
 def measure(transport: str, words: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "spark_node", "run", "--transport", transport, *words, "--no-report"]
         speed = [product_ms()]
-        start = time.perf_counter()
+        before, start = machine_s(), time.perf_counter()
         run = subprocess.Popen([*command, "--out", str(out), "--quiet"])
         _, status, usage = os.wait4(run.pid, 0)
-        wall = time.perf_counter() - start
+        wall, after = time.perf_counter() - start, machine_s()
         speed.append(product_ms())
         if status:
             raise RuntimeError(f"{transport}: the run ended with {os.waitstatus_to_exitcode(status)}")
@@ -55,13 +67,15 @@ def measure(transport: str, words: list[str]) -> dict[str, Any]:
         rows = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
         rounds = [row["seconds"]["round"] for row in rows]
         used, expected = (sum(row["neighbours"][what] for row in rows) for what in ("used", "expected"))
-    memory = summary["memory"]
+    memory, processor = summary["memory"], usage.ru_utime + usage.ru_stime
     return {
         "transport": transport,
         "product_ms": " ".join(f"{ms:.2f}" for ms in speed),
         "rounds_s": " ".join(f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}" for seconds in rounds),
         "wall_s": wall,
-        "processor_s": usage.ru_utime + usage.ru_stime,
+        "processor_s": processor,
+        "beside_s": max(0.0, after[0] - before[0] - processor),
+        "stolen_s": after[1] - before[1],
         "accuracy_%": 100 * summary["final"]["aggregated_accuracy"],
         "neighbours_used_%": 100 * used / expected,
         "sent_GB": summary["bytes_sent"]["total"] / 1e9,

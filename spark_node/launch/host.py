@@ -91,7 +91,7 @@ class Host:
 
     def __init__(self, jobs: Sequence[PeerJob], logs: Path, *, workers: int, restarts: int, log_form: str) -> None:
         self._logs, self._workers, self._restarts, self._log_form = logs, workers, restarts, log_form
-        self._waiting = [_Child(job) for job in jobs]
+        self._waiting, self._crowd = [_Child(job) for job in jobs], len(jobs)
         self._running: dict[int, _Child] = {}
         self._turns: Turns | None = None
         self._stopping = False
@@ -143,7 +143,7 @@ class Host:
     def _peer(self, child: _Child) -> int:
         name = child.job.name
         log_to(self._logs / f"{name}.log", self._log_form, name)
-        run_peer(child.job, self._turns, self._logs / FILE)
+        run_peer(child.job, self._turns, self._logs / FILE, crowd=self._crowd)
         return 0
 
     def _wait(self) -> tuple[int, int]:

@@ -78,9 +78,14 @@ class PeerProcess:
     """Everything between the start and the end of one peer."""
 
     def __init__(
-        self, job: PeerJob, turns: Turns | None = None, order: Path | None = None, lead: "Lead | None" = None
+        self,
+        job: PeerJob,
+        turns: Turns | None = None,
+        order: Path | None = None,
+        lead: "Lead | None" = None,
+        crowd: int = 1,
     ) -> None:
-        self._job, self._turns, self._order, self._lead = job, turns, order, lead
+        self._job, self._turns, self._order, self._lead, self._crowd = job, turns, order, lead, crowd
         self._config, self._network = job.config, job.config.network
         self._traffic, self._timings = Traffic(), Timings()
         self._security = security_of(job.config.security, Role.PEER, job.name)
@@ -109,7 +114,7 @@ class PeerProcess:
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
             loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        with in_the_background():
+        with in_the_background(self._crowd):
             server, port = await self._serve()
         work = loop.create_task(self._work(port))
         stop = loop.create_task(self._stop.wait())
@@ -324,17 +329,20 @@ def _one_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
 
-def run_peer(job: PeerJob, turns: Turns | None, order: Path | None = None, lead: "Lead | None" = None) -> None:
+def run_peer(
+    job: PeerJob, turns: Turns | None, order: Path | None = None, lead: "Lead | None" = None, crowd: int = 1
+) -> None:
     """Blocks until the peer is done or was told to stop. `order`: where network.chaos looks for its faults.
 
     `lead`: of the ranks that hold this peer's kernels, where there are several; it ends the peer if one is lost.
+    `crowd`: how many peers this host has.
     """
     torch.set_num_threads(1)
-    asyncio.run(_run(job, turns, order, lead))
+    asyncio.run(_run(job, turns, order, lead, crowd))
 
 
-async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None") -> None:
+async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None", crowd: int) -> None:
     # What is done aside (a model for the observer, a look at memory) has one thread: asyncio's own pool grows to six in
     # the course of hours, and each thread keeps compressors of its own.
     asyncio.get_running_loop().set_default_executor(_one_thread())
-    await PeerProcess(job, turns, order, lead).run()
+    await PeerProcess(job, turns, order, lead, crowd).run()

@@ -413,11 +413,11 @@ class GrpcTransport:
                     log.warning("round %d: %s is in round %d already", k, peer, receipt.round)
                     await self._lose(k, peer, reason_name(pb.REASON_STALE))
                     return
-            except aio.AioRpcError as error:  # one that is gone is `_watch`'s to notice
+            except aio.AioRpcError:
+                missed = 0  # one that is gone is `_watch`'s to notice
+            except TimeoutError:
                 overdue = time.monotonic() - start - patience
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    missed = 0
-                elif overdue < patience / 4:  # else this very process waits for a processor, and so may the neighbour
+                if overdue < patience / 4:  # else this very process waits for a processor, and so may the neighbour
                     missed += 1
             if missed >= enough and peer not in self._lost[k]:
                 log.warning("round %d: %s gives no sign of life", k, peer)
@@ -432,15 +432,16 @@ class GrpcTransport:
             request_serializer=pb.StandingRequest.SerializeToString,
             response_deserializer=pb.Receipt.FromString,
         )
-        receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run), timeout=seconds)
-        return receipt
+        async with asyncio.timeout(seconds):  # gRPC's own timers may be late by more (launch/scheduling.py)
+            receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run))
+            return receipt
 
     async def _is_past(self, k: int, peer: str, channel: aio.Channel) -> bool:
         """Whether a neighbour says that round k is over where it is; one that has not joined yet is asked again."""
         while True:
             try:
                 receipt = await self._standing_of(channel, HELD_SECONDS)
-            except aio.AioRpcError:
+            except (aio.AioRpcError, TimeoutError):
                 return False  # it is gone again: the state of the connection tells
             if receipt.reason != pb.REASON_EARLY:
                 self._standing[peer] = receipt.round

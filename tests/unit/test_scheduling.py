@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from spark_node.launch.scheduling import in_the_background
+from spark_node.launch.scheduling import in_the_background, timer_slack
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
 
@@ -30,12 +31,16 @@ asyncio.run(main())
 """
 
 
-def policy_of_a_new_thread() -> int:
+def in_a_new_thread(look: Callable[[], int]) -> int:
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+    thread = threading.Thread(target=lambda: found.append(look()))
     thread.start()
     thread.join()
     return found[0]
+
+
+def policy_of_a_new_thread() -> int:
+    return in_a_new_thread(lambda: os.sched_getscheduler(0))
 
 
 def test_threads_started_meanwhile_interrupt_nobody_and_those_after_are_as_before() -> None:
@@ -43,6 +48,16 @@ def test_threads_started_meanwhile_interrupt_nobody_and_those_after_are_as_befor
         assert policy_of_a_new_thread() == os.SCHED_BATCH
     assert policy_of_a_new_thread() == os.SCHED_OTHER
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_timers_of_a_crowd_may_be_late_by_as_much_as_the_crowd_is_large_and_the_event_loops_never() -> None:
+    before, processors = timer_slack(), os.cpu_count() or 1
+    slack = []
+    for peers in (1, processors, 15 * processors, 300 * processors):
+        with in_the_background(peers):
+            slack.append(in_a_new_thread(timer_slack))
+        assert timer_slack() == in_a_new_thread(timer_slack) == before
+    assert slack == [before, before, 100_000_000, 1_000_000_000]
 
 
 def test_whoever_runs_as_something_else_stays_that() -> None:

@@ -1,6 +1,7 @@
 """`spark-dfl node`: one peer of a run, in this process."""
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ def _peer(args: argparse.Namespace, config: Config, lead: "Lead | None") -> int:
 
     job = jobs_of(config, args.index, 1, args.linger, Path(args.checkpoints))[0]
     log_to(None, config.network.log, job.name)
+    gc.collect()
+    gc.freeze()  # what is there now stays: after each round only what came since is looked at
     run_peer(job, None, lead=lead)
     return 0
 

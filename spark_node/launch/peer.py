@@ -33,7 +33,7 @@ from spark_node.learning.algorithm import Learner
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.solver import HERE
 from spark_node.membership import Roster
-from spark_node.memory import give_back
+from spark_node.memory import give_back, tidy
 from spark_node.metrics import PeerMetrics, port_of, serve
 from spark_node.model import ParameterLayout
 from spark_node.node import Node, RoundResult, Timings
@@ -257,7 +257,7 @@ class PeerProcess:
             transport.round_took(seconds)
             w = node.algorithm.weights
             await recovery.save(k, last=k == last)
-            await self._compute(give_back)
+            await self._compute(tidy)
             await self._measure(w)
             self._metrics.finished(k, result.expected, result.used, seconds, result.seconds)
             self._metrics.facts = result.facts

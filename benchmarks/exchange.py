@@ -60,14 +60,14 @@ async def receiver(numbers: int, ready: int) -> None:
 
     addresses = {"a": "127.0.0.1:1", "b": "127.0.0.1:1", "c": "127.0.0.1:1"}
     service = Service(Progress("b", models=1, reports=1), MIB, Plaintext(), Traffic())
-    service.transport = transport_for("b", numbers, addresses)
-    await service.transport.enter(1)
+    service.transport = transport = transport_for("b", numbers, addresses)
+    await transport.enter(1)
 
     async def bare(data: bytes, _: Any) -> bytes:
         return b"ok"
 
     async def forget(_: bytes, __: Any) -> bytes:
-        service.transport.mailbox._messages.clear()
+        transport.mailbox._messages.clear()
         return b"ok"
 
     async def memory(_: bytes, __: Any) -> bytes:

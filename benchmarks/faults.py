@@ -61,7 +61,7 @@ def train(case: dict[str, Any], folder: Path) -> None:
         made = make_algorithm(config, peer, *arguments, **named)
         return Doomed(made, case["point"], number) if peer in victims else made
 
-    peer_module.make_algorithm = make
+    vars(peer_module)["make_algorithm"] = make
     settings = {
         "run.transport": "grpc",
         "run.nodes": case["peers"],
@@ -88,7 +88,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False, timeout=900).returncode
         if code != 0:
             raise RuntimeError((Path(place) / "out").read_text())
-        before, after = [], []
+        before, after = list[float](), list[float]()
         for i in range(case["killed"], case["peers"]):
             for line in (folder / "logs" / f"peer-{i:03d}.log").read_text().splitlines():
                 if found := _LINE.search(line):

@@ -97,10 +97,12 @@ def least_squares(equations: Tensor, values: Tensor, prior: Prior | None = None,
     """x [n, d] from values = x equations^T [n, m]: the shortest solution or, with a prior, the most probable one."""
     a, b = equations.double(), values.double()
     if prior is None:
-        return b @ torch.linalg.pinv(a).T
+        shortest: Tensor = b @ torch.linalg.pinv(a).T
+        return shortest
     spread = prior.covariance @ a.T
     inner = a @ spread + noise * torch.eye(len(a), dtype=torch.float64)
-    return prior.mean + torch.linalg.solve(inner, (b - prior.mean @ a.T).T).T @ spread.T
+    likely: Tensor = prior.mean + torch.linalg.solve(inner, (b - prior.mean @ a.T).T).T @ spread.T
+    return likely
 
 
 def sketch_of(config: Config, layout: ParameterLayout, seed: int) -> LinearMap:
@@ -363,7 +365,8 @@ def judge(found: Tensor, scene: Scene) -> dict[str, float]:
 
 def _centred(x: Tensor) -> Tensor:
     x = x.double() - x.double().mean(1, keepdim=True)
-    return x / x.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    unit: Tensor = x / x.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return unit
 
 
 def draw(pictures: list[tuple[str, Tensor]], scene: Scene, path: Path, columns: int = 10) -> None:

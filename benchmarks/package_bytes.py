@@ -204,7 +204,7 @@ def main() -> None:
     from benchmarks.common import arguments, report
 
     options = arguments(__doc__).parse_args()
-    settings = SETTINGS
+    settings: tuple[Setting, ...] = SETTINGS
     if options.quick:  # without the 3.1 GB of a flattened Gaussian, and the largest packages
         slow = ("flattened", "axis-wise k = 500", "the paper's full stack, no", "the paper's full stack")
         settings = tuple(s for s in SETTINGS if not s.name.startswith(slow) or "Hadamard" in s.name)

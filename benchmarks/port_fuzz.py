@@ -150,7 +150,9 @@ class Attacker:
 
     async def _raw(self, kind: str) -> None:
         """Bytes on a connection of their own; whatever the other side does with it is right but to fall over."""
-        secure = {"ssl": self._context, "server_hostname": f"{VICTIM}.1.peer.spark"} if kind == "frames" else {}
+        secure: dict[str, Any] = (
+            {"ssl": self._context, "server_hostname": f"{VICTIM}.1.peer.spark"} if kind == "frames" else {}
+        )
         try:
             async with asyncio.timeout(20):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._port, **secure)

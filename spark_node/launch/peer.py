@@ -341,7 +341,7 @@ def run_peer(
     asyncio.run(_run(job, turns, order, lead, crowd))
 
 
-async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None", crowd: int) -> None:
+async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None", crowd: int = 1) -> None:
     # What is done aside (a model for the observer, a look at memory) has one thread: asyncio's own pool grows to six in
     # the course of hours, and each thread keeps compressors of its own.
     asyncio.get_running_loop().set_default_executor(_one_thread())

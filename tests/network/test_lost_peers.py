@@ -93,7 +93,7 @@ def test_a_crashed_peer_is_started_again_takes_part_in_later_rounds_and_nobody_w
 ) -> None:
     """In its second round, when the deadline is the ceiling; its new process is there before anybody misses it."""
     doomed(monkeypatch, stage, 2)
-    config = small(run__rounds=60, network__restarts=1, network__lease=1.0, network__deadline_ceiling=150.0)
+    config = small(run__rounds=60, network__restarts=1, network__lease=5.0, network__deadline_ceiling=150.0)
     network = Network(config, tmp_path)
     start = time.monotonic()
     found = network.train()

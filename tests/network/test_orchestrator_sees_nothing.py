@@ -72,8 +72,8 @@ def test_counted_bytes_agree_with_the_kernels_count_of_the_loopback_within_three
         return int(line.split()[9])  # bytes sent
 
     own_loopback()
-    # A model that is large enough for framing not to matter; the observer's own traffic is counted apart below.
-    config = small(model__hidden=[400], run__rounds=3)
+    # A model large enough for framing and handshakes not to matter; the observer's own traffic is counted apart below.
+    config = small(model__hidden=[1200], run__rounds=3)
     network = Network(config, tmp_path)
     before = loopback()
     models = network.train()

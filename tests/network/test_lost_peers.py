@@ -156,7 +156,7 @@ def test_two_runs_on_one_machine_do_not_mix(tmp_path: Path) -> None:
 
 @isolated
 def test_a_late_peer_takes_part_from_a_later_round_on(tmp_path: Path) -> None:
-    config = small(run__nodes=7, topology__degree=2, run__rounds=60, network__start_timeout=4.0, network__lease=1.0)
+    config = small(run__nodes=7, topology__degree=2, run__rounds=60, network__start_timeout=4.0, network__lease=5.0)
     network = Network(config, tmp_path)
     local = network.local
     local._start_orchestrator()

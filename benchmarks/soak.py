@@ -9,7 +9,8 @@ Every peer is looked at from outside, through /proc. Growth is the median over p
 the first tenth of the time (warm-up), as a change over the whole time; `later growth` is the same of the second half
 alone: what fills up and then stays (caches, histories of bounded length) has less of it, a leak has as much. `quarters`
 are the medians of the four quarters of the time, one after the other. The history of rounds for observers that were
-away is kept short here, so that it is full before the measuring begins.
+away is kept short here, so that it is full before the measuring begins. A plot and every single look go beside the JSON
+file.
 
 Memory is told twice. A peer shares the pages that it was forked with until it writes to them, if only a count of
 references: its private memory grows by that without a byte being allocated. Its anonymous memory, shared or not, grows
@@ -58,7 +59,12 @@ def slope(points: list[tuple[float, float]]) -> float:
     return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
 
 
-def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
+Looks = dict[str, list[tuple[float, dict[str, float]]]]
+"""Of each process: when it was looked at (seconds from the start), and what was found."""
+
+
+def watch(minutes: float, peers: int, pace: float) -> tuple[Looks, int]:
+    """Train for so long and look at every process every few seconds; also how many rounds were finished."""
     from spark_node.launch.pids import live_pids
 
     settings = {
@@ -73,7 +79,7 @@ def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
         "learning.timesteps": [100],
         "package.weights": "int8",
     }
-    seen: dict[str, list[tuple[float, dict[str, float]]]] = {}
+    seen: Looks = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         command = [sys.executable, "-m", "spark_node", "run", *set_flags(settings), "--out", str(folder), "--quiet"]
@@ -92,6 +98,11 @@ def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
         finally:
             run.send_signal(signal.SIGTERM)
             run.communicate()
+    return seen, rounds
+
+
+def judge(seen: Looks, minutes: float, rounds: int) -> list[dict[str, Any]]:
+    """A row for each kind of process and each thing that might grow."""
     rows = []
     for kind, names in (("peer", [n for n in seen if n.startswith("peer-")]), ("orchestrator", ["orchestrator"])):
         for what in MEASURES:
@@ -112,6 +123,27 @@ def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
     return rows
 
 
+def plot(seen: Looks, path: Path) -> None:
+    """Medians over the peers, and the middle half of them, as the time goes by."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    peers = [looks for name, looks in seen.items() if name.startswith("peer-")]
+    figure, axes = plt.subplots(len(MEASURES), 1, figsize=(7, 8), sharex=True, layout="constrained")
+    for axis, what in zip(axes, MEASURES, strict=True):
+        at = [(looks[0], [values[what] for _, values in looks]) for looks in zip(*peers, strict=False)]
+        minutes = [first[0] / 60 for first, _ in at]
+        low, middle, high = zip(*(statistics.quantiles(values, n=4) for _, values in at), strict=True)
+        axis.fill_between(minutes, low, high, alpha=0.2, linewidth=0)
+        axis.plot(minutes, middle)
+        axis.set(ylabel=what.replace("_", ", "), ylim=(0, 1.15 * max(high)))
+    axes[0].set_title("A peer in the course of the time: median, and the middle half of the peers")
+    axes[-1].set_xlabel("minutes")
+    figure.savefig(path, dpi=130)
+
+
 def main() -> None:
     from benchmarks.common import arguments, report
 
@@ -122,9 +154,12 @@ def main() -> None:
     options = parser.parse_args()
     pace = (1.0 if options.quick else 30.0) if options.pace is None else options.pace
     minutes = options.minutes or (1.5 if options.quick else 120)
-    rows = measure(minutes, options.peers, pace)
+    seen, rounds = watch(minutes, options.peers, pace)
     print(json.dumps({"minutes": minutes, "pace": pace}), file=sys.stderr)
-    report("soak", rows, options.json)
+    report("soak", judge(seen, minutes, rounds), options.json)
+    if options.json is not None:
+        options.json.with_suffix(".looks.json").write_text(json.dumps(seen))
+        plot(seen, options.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +40,21 @@ def processor_seconds(session: int) -> float:
             if int(fields[3]) == session:
                 ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def product_ms() -> float:
+    """How fast a processor is now: a product of the paper's size in one thread, the median of 50 tries."""
+    import torch
+
+    torch.set_num_threads(1)
+    a, b = torch.randn(100, 1200), torch.randn(1200, 1200)
+    times = []
+    for _ in range(50):
+        start = time.process_time()
+        for _ in range(10):
+            a @ b
+        times.append((time.process_time() - start) * 100)
+    return statistics.median(times)
 
 
 def report(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None) -> None:

@@ -21,24 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import set_flags
+from benchmarks.common import product_ms, set_flags
 
 QUICK = {"run.nodes": 12, "run.rounds": 3, "topology.degree": 3, "data.samples_per_node": 60}
-
-
-def product_ms() -> float:
-    """How fast a processor is now: one thread, the median of 50 tries."""
-    import torch
-
-    torch.set_num_threads(1)
-    a, b = torch.randn(100, 1200), torch.randn(1200, 1200)
-    times = []
-    for _ in range(50):
-        start = time.process_time()
-        for _ in range(10):
-            a @ b
-        times.append((time.process_time() - start) * 100)
-    return statistics.median(times)
 
 
 def machine_s() -> tuple[float, float]:

@@ -123,6 +123,12 @@ def judge(seen: Looks, minutes: float, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure(minutes: float, peers: int, pace: float) -> list[dict[str, Any]]:
+    """The rows of one soak."""
+    seen, rounds = watch(minutes, peers, pace)
+    return judge(seen, minutes, rounds)
+
+
 def plot(seen: Looks, path: Path) -> None:
     """Medians over the peers, and the middle half of them, as the time goes by."""
     import matplotlib

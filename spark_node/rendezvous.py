@@ -27,6 +27,8 @@ _CALL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 """The most that a round waits for an orchestrator that has answered so far; one that is silent is not waited for."""
+_WAITING_SECONDS, _QUIET_SECONDS = 1.0, 60.0
+"""The longest between two renewals, before the start and after it."""
 
 
 class JoinRefused(ConfigError):
@@ -65,6 +67,8 @@ class Rendezvous:
         )
         self._stub = rpc.OrchestratorStub(self._channel)
         self._lease = 5.0
+        self._due = 0.0
+        """When the lease should be renewed next, by the event loop's clock."""
         self._hurry = asyncio.Event()
         self.started = asyncio.Event()
         self.roster: Roster | None = None
@@ -132,6 +136,7 @@ class Rendezvous:
             self.roster = Roster(described.seed, settings)
         self.furthest = self.latest = reply.round
         self._learn([*reply.before, reply.members], described.started)
+        self._renew_in(1 / 2)
 
     def _learn(self, lists: Sequence["pb.Members"], started: bool) -> None:
         assert self.roster is not None
@@ -171,13 +176,16 @@ class Rendezvous:
                 await self._renew()
 
     async def keep(self) -> None:
-        """Renew the lease for ever; an orchestrator that does not know us (any more) is joined again."""
+        """Renew the lease for ever; an orchestrator that does not know us (any more) is joined again.
+
+        A round's report renews it too: where rounds are shorter than half a lease, nothing more is said.
+        """
+        loop = asyncio.get_running_loop()
         while True:
-            try:
-                async with asyncio.timeout(min(self._lease / 3, 1.0 if not self.started.is_set() else 60.0)):
-                    await self._hurry.wait()
-            except TimeoutError:
-                pass
+            while not self._hurry.is_set() and (wait := self._due - loop.time()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._hurry.wait()
             self._hurry.clear()
             try:
                 await self._renew()
@@ -185,8 +193,14 @@ class Rendezvous:
                 log.info("the orchestrator is away (%s); going on without it", error.code().name)
                 await asyncio.sleep(_RETRY_SECONDS)
 
+    def _renew_in(self, share: float) -> None:
+        """The next renewal is due when that share of the lease is over; sooner before the start, which it tells of."""
+        longest = _WAITING_SECONDS if not self.started.is_set() else _QUIET_SECONDS
+        self._due = asyncio.get_running_loop().time() + min(share * self._lease, longest)
+
     async def _renew(self) -> None:
         assert self.roster is not None
+        self._renew_in(1 / 6)  # where this call fails
         request = pb.RenewRequest(
             run=self.run,
             name=self._member.name,
@@ -199,6 +213,7 @@ class Rendezvous:
         if reply.known:
             self.latest = reply.round
             self._learn([*reply.before, reply.members], reply.started)
+            self._renew_in(1 / 2)
             return
         again = await self._join()
         if again.refusal:

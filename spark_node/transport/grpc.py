@@ -29,8 +29,8 @@ from spark_node.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-_SECOND_LOOK = 0.5
-"""Seconds between the two looks that find a connection broken."""
+_SECOND_LOOK = 0.25
+"""Seconds between the two looks that find a connection broken; gRPC tries to make it again after about 0.2."""
 _HANDSHAKE_MS = 20_000
 """The time that a connection has to show a certificate."""
 HELD_SECONDS = 10.0

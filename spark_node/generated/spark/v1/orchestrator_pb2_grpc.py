@@ -67,7 +67,7 @@ class OrchestratorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Keeps a peer's place; called every third of the lease. Brings the member list where the peer's is old.
+        """Keeps a peer's place; called in every round, and half a lease after the last answer. Brings the member list where the peer's is old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,11 +6,11 @@ work). --pace 0 trains without a pause; then ten peers wait for each processor a
 grow with the work that piles up.
 
 Every peer is looked at from outside, through /proc. Growth is the median over peers of the least-squares slope after
-the first tenth of the time (warm-up), as a change over the whole time; `later growth` is the same of the second half
-alone: what fills up and then stays (caches, histories of bounded length) has less of it, a leak has as much. `quarters`
-are the medians of the four quarters of the time, one after the other. The history of rounds for observers that were
-away is kept short here, so that it is full before the measuring begins. A plot and every single look go beside the JSON
-file.
+the first tenth of the time (warm-up), as a change over the whole time; `second half` and `last quarter` are the changes
+within these: what fills up and then stays (caches, histories of bounded length, gaps in the heap) has none in the end,
+a leak has as much as ever. `quarters` are the medians of the four quarters of the time, one after the other. The
+history of rounds for observers that were away is kept short here, so that it is full before the measuring begins. A
+plot and every single look go beside the JSON file.
 
 Memory is told twice. A peer shares the pages that it was forked with until it writes to them, if only a count of
 references: its private memory grows by that without a byte being allocated. Its anonymous memory, shared or not, grows
@@ -57,6 +57,13 @@ def slope(points: list[tuple[float, float]]) -> float:
     middle, mean = statistics.mean(x), statistics.mean(y)
     spread = sum((a - middle) ** 2 for a in x)
     return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+
+
+def change(lines: list[list[tuple[float, float]]], begin: float, end: float) -> float | None:
+    """How much the middle one of several lines rises from one time to another."""
+    parts = [[(t, v) for t, v in line if begin < t <= end] for line in lines]
+    slopes = [slope(part) for part in parts if len(part) > 2]
+    return statistics.median(slopes) * (end - begin) if slopes else None
 
 
 Looks = dict[str, list[tuple[float, dict[str, float]]]]
@@ -108,16 +115,15 @@ def judge(seen: Looks, minutes: float, rounds: int) -> list[dict[str, Any]]:
         for what in MEASURES:
             tails = [[(t, values[what]) for t, values in seen[name] if t > 6 * minutes] for name in names]
             tails = [tail for tail in tails if len(tail) > 2]
-            halves = [half for tail in tails if len(half := [(t, v) for t, v in tail if t > 30 * minutes]) > 2]
             growth = [slope(tail) * 60 * minutes for tail in tails]
-            later = [slope(half) * 60 * minutes for half in halves]
             level = statistics.median(statistics.median(v for _, v in tail) for tail in tails)
             points = [(t, values[what]) for name in names for t, values in seen[name]]
             quarters = [[v for t, v in points if q <= t / (15 * minutes) < q + 1] for q in range(4)]
             rows.append({
                 "process": kind, "what": what, "rounds": rounds, "median": level,
                 "growth": statistics.median(growth), "growth_%": 100 * statistics.median(growth) / max(level, 1e-9),
-                "largest_growth": max(growth), "later_growth": statistics.median(later) if later else None,
+                "largest_growth": max(growth), "second_half": change(tails, 30 * minutes, 60 * minutes),
+                "last_quarter": change(tails, 45 * minutes, 60 * minutes),
                 "quarters": " ".join(f"{statistics.median(quarter):.4g}" for quarter in quarters if quarter),
             })  # fmt: skip
     return rows

@@ -12,31 +12,36 @@ a leak has as much as ever. `quarters` are the medians of the four quarters of t
 history of rounds for observers that were away is kept short here, so that it is full before the measuring begins. A
 plot and every single look go beside the JSON file.
 
-Memory is told twice. A peer shares the pages that it was forked with until it writes to them, if only a count of
+Memory is told four times. A peer shares the pages that it was forked with until it writes to them, if only a count of
 references: its private memory grows by that without a byte being allocated. Its anonymous memory, shared or not, grows
-only by what is allocated: that is the one to judge a leak by.
+only by what is allocated, and by gaps between that. `malloc` and `python blocks` are what a peer itself says that it
+has asked for and not given back (at /metrics, as Prometheus would read it): without gaps, and the ones to judge a leak
+by.
 """
 
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import set_flags
 
-MEASURES = ("private_MB", "anonymous_MB", "descriptors", "threads", "connections")
+MEASURES = ("private_MB", "anonymous_MB", "malloc_MB", "python_blocks", "descriptors", "threads", "connections")
 
 
-def look(pid: int) -> dict[str, float] | None:
-    """One process as it is now."""
+def look(pid: int, metrics: str | None = None) -> dict[str, float] | None:
+    """One process as it is now; `metrics`: where it tells what it has asked for."""
     place = Path(f"/proc/{pid}")
     try:
         status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
@@ -47,8 +52,36 @@ def look(pid: int) -> dict[str, float] | None:
     pages = {name: int(size) * 1024 / 1e6 for name, size, _ in rollup}
     private = pages["Private_Clean:"] + pages["Private_Dirty:"]
     sockets = sum(file.startswith("socket:") for file in files)
-    found = private, pages["Anonymous:"], len(files), int(status["Threads"]), sockets
-    return dict(zip(MEASURES, found, strict=True))
+    found = {"private_MB": private, "anonymous_MB": pages["Anonymous:"], "descriptors": len(files)}
+    found |= {"threads": int(status["Threads"]), "connections": sockets}
+    return found | (asked(metrics) if metrics is not None else {})
+
+
+def asked(metrics: str) -> dict[str, float]:
+    """What a peer says at such an address that it holds; nothing where it does not answer."""
+    try:
+        with urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return {}
+    values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    return {
+        "malloc_MB": values["spark_memory_malloc_bytes"] / 1e6,
+        "python_blocks": values["spark_memory_python_blocks"],
+    }
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody has now."""
+    for first in range(20_000, 30_000, count):
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + count):
+                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise RuntimeError("no free ports between 20000 and 30000")
 
 
 def slope(points: list[tuple[float, float]]) -> float:
@@ -85,6 +118,7 @@ def watch(minutes: float, peers: int, pace: float) -> tuple[Looks, int]:
         "model.hidden": [16],
         "learning.timesteps": [100],
         "package.weights": "int8",
+        "network.metrics_port": (ports := free_ports(peers)),
     }
     seen: Looks = {}
     with tempfile.TemporaryDirectory() as place:
@@ -97,7 +131,8 @@ def watch(minutes: float, peers: int, pace: float) -> tuple[Looks, int]:
                 if run.poll() is not None:
                     raise RuntimeError(run.stderr.read() if run.stderr is not None else "")
                 for name, pid in live_pids(folder / "logs").items():
-                    found = look(pid)
+                    place = name.removeprefix("peer-")
+                    found = look(pid, f"127.0.0.1:{ports + int(place)}" if place.isdigit() else None)
                     if found is not None:
                         seen.setdefault(name, []).append((elapsed, found))
                 time.sleep(min(15.0, 60 * minutes / 60))
@@ -113,11 +148,13 @@ def judge(seen: Looks, minutes: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for kind, names in (("peer", [n for n in seen if n.startswith("peer-")]), ("orchestrator", ["orchestrator"])):
         for what in MEASURES:
-            tails = [[(t, values[what]) for t, values in seen[name] if t > 6 * minutes] for name in names]
-            tails = [tail for tail in tails if len(tail) > 2]
+            lines = [[(t, values[what]) for t, values in seen[name] if what in values] for name in names]
+            tails = [tail for line in lines if len(tail := [(t, v) for t, v in line if t > 6 * minutes]) > 2]
+            if not tails:
+                continue
             growth = [slope(tail) * 60 * minutes for tail in tails]
             level = statistics.median(statistics.median(v for _, v in tail) for tail in tails)
-            points = [(t, values[what]) for name in names for t, values in seen[name]]
+            points = [point for line in lines for point in line]
             quarters = [[v for t, v in points if q <= t / (15 * minutes) < q + 1] for q in range(4)]
             rows.append({
                 "process": kind, "what": what, "rounds": rounds, "median": level,
@@ -145,8 +182,9 @@ def plot(seen: Looks, path: Path) -> None:
     peers = [looks for name, looks in seen.items() if name.startswith("peer-")]
     figure, axes = plt.subplots(len(MEASURES), 1, figsize=(7, 8), sharex=True, layout="constrained")
     for axis, what in zip(axes, MEASURES, strict=True):
-        at = [(looks[0], [values[what] for _, values in looks]) for looks in zip(*peers, strict=False)]
-        minutes = [first[0] / 60 for first, _ in at]
+        at = [(looks[0][0], [v[what] for _, v in looks if what in v]) for looks in zip(*peers, strict=False)]
+        at = [(t, values) for t, values in at if len(values) > 1]
+        minutes = [t / 60 for t, _ in at]
         low, middle, high = zip(*(statistics.quantiles(values, n=4) for _, values in at), strict=True)
         axis.fill_between(minutes, low, high, alpha=0.2, linewidth=0)
         axis.plot(minutes, middle)

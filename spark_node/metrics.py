@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from spark_node import web
 from spark_node.config import Config
-from spark_node.memory import MemoryMeter
+from spark_node.memory import MemoryMeter, held
 from spark_node.security.tls import Security
 from spark_node.transport.grpc import Traffic
 
@@ -119,7 +119,7 @@ class PeerMetrics(Collector):
         found += [self._gauge(f"spark_{name}", f"{name} of the last round", v) for name, v in self.facts.items()]
         if self.accuracy is not None:
             found.append(self._gauge("spark_own_accuracy", "Accuracy of the peer's own model", self.accuracy))
-        for name, value in self.memory.now().items():
+        for name, value in (self.memory.now() | held()).items():
             found.append(self._gauge(f"spark_memory_{name}", f"Memory of the process: {name}", value))
         found.append(self._histogram("spark_round_seconds", "Wall-clock time of a round", {"": self.rounds}, ""))
         text = "Bytes to one neighbour in one round"

@@ -1,9 +1,14 @@
 """What a round leaves behind is gone after it, where looking for it costs nothing."""
 
+import ctypes
+import json
+import os
 import subprocess
 import sys
 
 import pytest
+
+from spark_node.memory import held
 
 CYCLE = """
 import gc, weakref
@@ -29,3 +34,101 @@ def test_what_only_refers_to_itself_ends_with_the_round_where_the_rest_is_frozen
     code = CYCLE.format(frozen=frozen)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(frozen)]
+
+
+NAMES = """
+import gc, sys
+from spark_node.memory import tidy
+
+def ask():
+    names = ["".join(("re", "al")) for _ in range(500)]  # each a string of its own, as C code makes them
+    for name in names:
+        getattr(5, name)
+
+gc.collect()
+gc.freeze()
+ask(), tidy()
+before = sys.getallocatedblocks()
+ask(), gc.collect()
+collected = sys.getallocatedblocks()
+tidy()
+print(collected - before, sys.getallocatedblocks() - before)
+"""
+
+
+def test_names_of_methods_that_were_asked_for_are_not_kept() -> None:
+    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, check=True)
+    collected, tidied = map(int, done.stdout.split())
+    assert tidied < 20
+    if sys.version_info < (3, 12):
+        assert collected > 200, "the collector alone does not end them"
+
+
+def test_what_is_held_rises_and_falls_with_what_is_asked_for() -> None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("glibc 2.33 or newer says what malloc has given out")
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    before = held()
+    blocks = [libc.malloc(5000) for _ in range(1000)]
+    things = [object() for _ in range(10_000)]
+    during = held()
+    for block in blocks:
+        libc.free(block)
+    del things
+    after = held()
+    assert during["malloc_bytes"] - before["malloc_bytes"] > 4.9e6
+    assert during["python_blocks"] - before["python_blocks"] > 9_900
+    assert after["malloc_bytes"] - before["malloc_bytes"] < 1e6
+    assert after["python_blocks"] - before["python_blocks"] < 5_000
+
+
+RESTARTED = """
+import json, os, sys
+from spark_node.memory import restart_without_thread_caches
+restart_without_thread_caches()
+print(json.dumps([os.environ.get("GLIBC_TUNABLES"), sys.argv[1:], os.getpid(), sys.flags.utf8_mode]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's caches of freed blocks")
+@pytest.mark.parametrize(
+    ("given", "tunables"),
+    [
+        (None, "glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.hugetlb=1", "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"),
+    ],
+    ids=["nothing set", "something else set", "set by the user"],
+)
+def test_a_program_begins_anew_as_it_was_called(given: str | None, tunables: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    environment |= {"GLIBC_TUNABLES": given} if given else {}
+    words = [sys.executable, "-X", "utf8", "-c", RESTARTED, "run", "--set", "a.b=[1, 2]", "ü"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        said = json.loads(process.communicate()[0])
+    assert said == [tunables, ["run", "--set", "a.b=[1, 2]", "ü"], process.pid, 1]
+
+
+COMMAND = """
+import os, sys
+import spark_node.__main__ as program
+sys.argv = ["spark-dfl", *{words}]
+program.restart_without_thread_caches = lambda: print("begins anew")
+program.command()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "anew"),
+    [(["run", "--help"], True), (["node", "--help"], True), (["data", "--help"], False), (["--help"], False)],
+)
+def test_commands_that_stay_begin_anew(words: list[str], anew: bool) -> None:
+    code = COMMAND.format(words=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("begins anew") == anew
+    assert "usage: spark-dfl" in done.stdout

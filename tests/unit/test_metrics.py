@@ -79,6 +79,7 @@ def test_rounds_and_what_they_found(metrics: PeerMetrics) -> None:
     assert value(found["spark_stage_seconds_bucket"], stage="kernel", le="0.01") == 0
     assert value(found["spark_round_seconds_sum"]) == 2.5
     assert value(found["spark_memory_pss_bytes"]) > 1e6
+    assert value(found["spark_memory_python_blocks"]) > 1e4
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def terms_for(numbers: int) -> Any:
     return Terms("benchmark", layout, layout, 10, settings)
 
 
-def transport_for(peer: str, numbers: int, addresses: dict[str, str]) -> Any:
+def transport_for(peer: str, numbers: int, addresses: dict[str, str], security: Any = None) -> Any:
+    """A peer's transport for weights of so many numbers, without encryption unless told."""
     from spark_node.config import NetworkSettings, SecuritySettings, TopologySettings
     from spark_node.membership import Roster
     from spark_node.package.peer import PeerCodec
@@ -45,7 +46,7 @@ def transport_for(peer: str, numbers: int, addresses: dict[str, str]) -> Any:
         return await asyncio.to_thread(work, *arguments)
 
     limits = SecuritySettings(tls="off", pending_bytes=2**30)
-    return GrpcTransport(peer, codec, roster, NetworkSettings(), Traffic(), compute, Plaintext(), limits)
+    return GrpcTransport(peer, codec, roster, NetworkSettings(), Traffic(), compute, security or Plaintext(), limits)
 
 
 async def receiver(numbers: int, ready: int) -> None:

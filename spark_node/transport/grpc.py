@@ -136,6 +136,8 @@ class GrpcTransport:
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._encoding = asyncio.Lock()
+        self._ending: set[asyncio.Task[Any]] = set()
+        """What nobody waits for any more, but must not be cancelled (`_let_end`)."""
         self._receiving, self._wasted = 0, 0.0
         self._standing: dict[str, int] = {}
         self._generations: dict[str, int] = {}
@@ -275,8 +277,23 @@ class GrpcTransport:
 
     async def _close(self, channel: aio.Channel) -> None:
         if channel in self._changes:
-            self._changes.pop(channel)[1].cancel()
-        await channel.close(None)
+            self._let_end(self._changes.pop(channel)[1])
+        await channel.close(None)  # which is a change of its state
+
+    def _let_end(self, task: "asyncio.Task[Any]") -> None:
+        """Leave a call or a watch of a connection to end by itself, whatever comes of it.
+
+        gRPC never frees what it had begun for one that is cancelled: a kilobyte of a call (grpc/grpc#43360), and of a
+        watch the future that it would have told.
+        """
+
+        def ended(task: "asyncio.Task[Any]") -> None:
+            self._ending.discard(task)
+            if not task.cancelled():
+                task.exception()
+
+        self._ending.add(task)
+        task.add_done_callback(ended)
 
     # Sending.
 
@@ -385,8 +402,8 @@ class GrpcTransport:
     async def _change(self, channel: aio.Channel, state: grpc.ChannelConnectivity) -> None:
         """Until the connection's state is another one.
 
-        gRPC keeps a watch that was cancelled until the state changes, which on a sound connection is never: all stages
-        and rounds wait for the same one.
+        One watch a connection, for all stages and rounds: it ends when the state changes, which on a sound connection
+        is when it is closed (`_let_end` says why it is not cancelled before).
         """
         seen, change = self._changes.get(channel, (None, None))
         if change is None or change.done() or seen is not state:
@@ -432,9 +449,16 @@ class GrpcTransport:
             request_serializer=pb.StandingRequest.SerializeToString,
             response_deserializer=pb.Receipt.FromString,
         )
-        async with asyncio.timeout(seconds):  # gRPC's own timers may be late by more (launch/scheduling.py)
-            receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run))
+
+        async def answer() -> "pb.Receipt":
+            receipt: pb.Receipt = await call(pb.StandingRequest(run=self.codec.terms.run), timeout=2 * seconds)
             return receipt
+
+        self._let_end(answering := asyncio.create_task(answer()))
+        async with asyncio.timeout(
+            seconds
+        ):  # before gRPC's own end of it, whose timers may be late (launch/scheduling.py)
+            return await asyncio.shield(answering)
 
     async def _is_past(self, k: int, peer: str, channel: aio.Channel) -> bool:
         """Whether a neighbour says that round k is over where it is; one that has not joined yet is asked again."""

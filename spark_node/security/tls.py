@@ -5,7 +5,6 @@ Both listen, make channels and say who calls. Nothing falls back from the one to
 
 import hmac
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +23,8 @@ Options = Sequence[tuple[str, Any]]
 ORCHESTRATOR, OBSERVER = "orchestrator", "observer"
 """The names of the two that a run has one of."""
 TOKEN = "spark-token"
-_REMEMBERED = 512
-"""Connections that were seen to call, so that each counts once."""
+_REMEMBERED = 4
+"""Connections of one identity that were seen to call, so that each counts once: a peer has one, observers a few."""
 
 
 class NotAllowed(Exception):
@@ -114,7 +113,7 @@ class MutualTls:
             issue = f"spark-dfl certs issue {folder} --role {role.value} {name}"
             raise CertificateError(f"{role.value} {name}: this certificate is revoked; get a new one: {issue}")
         self._client = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: dict[tuple[Role, str], tuple[str, ...]] = {}
         self.connections = self.authenticated = 0
 
     def listen(self, server: aio.Server, address: str) -> int:
@@ -147,7 +146,7 @@ class MutualTls:
             raise NotAllowed("revoked", f"the certificate of {identity.name} is revoked", identity)
         if identity.authority != self._own.identity.authority:
             raise NotAllowed("unauthenticated", "a certificate of another authority")
-        self._note(context.peer())
+        self._note(identity, context.peer())
         if identity.role not in roles:
             allowed = " or ".join(role.value for role in roles)
             raise NotAllowed("wrong_role", f"{identity.name} is {identity.role.value}; this is for {allowed}")
@@ -155,12 +154,13 @@ class MutualTls:
 
     joins = caller
 
-    def _note(self, connection: str) -> None:
-        if connection not in self._known:
+    def _note(self, identity: Identity, connection: str) -> None:
+        """Count a connection when it first calls; what is kept for that is bounded by who there is, not by time."""
+        key = identity.role, identity.name
+        known = self._known.get(key, ())
+        if connection not in known:
             self.authenticated += 1
-            self._known[connection] = None
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            self._known[key] = (connection, *known)[:_REMEMBERED]
 
 
 def trouble_with(error: aio.AioRpcError) -> str:

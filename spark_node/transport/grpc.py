@@ -157,13 +157,18 @@ class GrpcTransport:
     # What a round calls.
 
     async def enter(self, k: int) -> None:
-        """Round k begins: connections to peers that are no neighbours any more are closed."""
+        """Round k begins: connections to peers that are no neighbours any more are closed.
+
+        So are those that broke: gRPC waits ever longer before it tries again, and a neighbour that was started again
+        meanwhile would seem to be gone still.
+        """
         await self.mailbox.enter(k)
         self.guard.round_begins(k)
         self._lost = defaultdict(set, {r: peers for r, peers in self._lost.items() if r >= k})
         neighbours = {self._line(peer) for peer in self.roster.neighbours(self.peer, k)}
-        for line in [line for line in self._channels if line not in neighbours]:
-            await self._close(self._channels.pop(line))
+        for line, channel in list(self._channels.items()):
+            if line not in neighbours or channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await self._close(self._channels.pop(line))
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
         """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
@@ -187,7 +192,8 @@ class GrpcTransport:
             return
         name = reason_name(reason)
         log.warning("round %d, %s: %s did not take the message: %s", k, stage, peer, name)
-        if reason in _WILL_NOT_COME:
+        unheard = isinstance(message, Weights) and message.request and reason == pb.REASON_LATE
+        if reason in _WILL_NOT_COME or unheard:  # a request that came too late is not answered
             await self._lose(k, peer, name)
         else:
             self.traffic.rejected[name] += 1

@@ -1,6 +1,8 @@
 """What a peer makes of a neighbour that is late, over real gRPC: it is slow, it hangs, or it has gone on."""
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -34,10 +36,10 @@ async def hung() -> "pb.Receipt":
 
 
 class Neighbour:
-    """The port of a neighbour that takes nothing and sends nothing, and answers as told where it stands."""
+    """The port of a neighbour that sends nothing, answers as told where it stands, and takes nothing unless told."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer, self.asked = answer, 0
+    def __init__(self, answer: Answer, takes: Answer | None = None) -> None:
+        self._answer, self._takes, self.asked, self.heard = answer, takes, 0, 0
         self._server = aio.server()
         self._server.add_generic_rpc_handlers(
             (
@@ -53,8 +55,8 @@ class Neighbour:
             )
         )
 
-    async def start(self) -> str:
-        port = self._server.add_insecure_port("127.0.0.1:0")
+    async def start(self, port: int = 0) -> str:
+        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         return f"127.0.0.1:{port}"
 
@@ -66,17 +68,21 @@ class Neighbour:
         return await self._answer()
 
     async def _deliver(self, request: bytes, context: Any) -> bytes:
-        await asyncio.sleep(3600)
-        return b""
+        self.heard += 1
+        receipt = await (self._takes or hung)()
+        return bytes(receipt.SerializeToString())
 
 
 def play(
-    answer: Answer, act: Callable[[GrpcTransport], Awaitable[object]], **settings: float
+    answer: Answer,
+    act: Callable[[GrpcTransport], Awaitable[object]],
+    takes: Answer | None = None,
+    **settings: float,
 ) -> tuple[Any, Any, float]:
     """What a peer in round 1 counts after an act, the neighbour, and the seconds that it took."""
 
     async def whole() -> tuple[Any, Any, float]:
-        neighbour, traffic = Neighbour(answer), Traffic()
+        neighbour, traffic = Neighbour(answer, takes), Traffic()
         roster = Roster(0, TopologySettings("regular", 1, True))
         roster.add(1, 1, {"peer-0": "127.0.0.1:1", "peer-1": await neighbour.start()})
         codec = PeerCodec(
@@ -180,3 +186,61 @@ def test_a_connection_is_watched_once_however_many_rounds_wait_for_it() -> None:
         play(lambda: in_round(1), act)
     assert grpc.ChannelConnectivity.READY in watches
     assert len(watches) <= 5, "each state on the way to a connection, and then one more"
+
+
+async def stage_is_over() -> "pb.Receipt":
+    return pb.Receipt(reason=pb.REASON_STALE, round=1)
+
+
+@isolated
+def test_who_hears_a_request_too_late_is_not_waited_for_to_answer_it() -> None:
+    """It has left us out of the round; waiting for its package would make all others wait for ours."""
+
+    async def ask(transport: GrpcTransport) -> None:
+        await transport.send("peer-1", "consensus", 1, Weights(torch.zeros(8), request=True))
+        await gather(transport)
+
+    traffic, neighbour, took = play(lambda: in_round(1), ask, stage_is_over, deadline_ceiling=30.0)
+    assert neighbour.heard == 1
+    assert traffic.rejected == {"late": 1}
+    assert traffic.refused == {}
+    assert took < 15
+
+
+@isolated
+def test_who_takes_weights_too_late_may_still_say_its_own_part() -> None:
+    async def tell(transport: GrpcTransport) -> None:
+        await send(transport)
+        await gather(transport)
+
+    traffic, _, took = play(lambda: in_round(1), tell, stage_is_over, deadline_ceiling=6.0)
+    assert traffic.rejected == {"late": 1}
+    assert traffic.refused == {"late": 1}
+    assert took >= 6.0
+
+
+@isolated
+def test_a_neighbour_that_was_started_again_is_found_in_the_next_round() -> None:
+    """However often it was looked for in vain: gRPC waits ever longer before it tries a broken connection again."""
+    later: list[Neighbour] = []
+
+    async def act(transport: GrpcTransport) -> None:
+        with socket.socket() as taken:  # a port that refuses
+            taken.bind(("127.0.0.1", 0))
+            port = int(taken.getsockname()[1])
+            transport.roster.add(2, 2, {"peer-0": "127.0.0.1:1", "peer-1": f"127.0.0.1:{port}"})
+            await transport.enter(2)
+            end = time.monotonic() + 6.0  # it now waits for seconds
+            while time.monotonic() < end:
+                with contextlib.suppress(aio.AioRpcError):
+                    await transport._standing_of(transport._channel("peer-1"), 1.0)
+                await asyncio.sleep(0.05)
+        later.append(Neighbour(lambda: in_round(3), lambda: in_round(3)))
+        await later[0].start(port)
+        await transport.enter(3)
+        await transport.send("peer-1", "weights", 3, Weights(torch.zeros(8)))
+        await later[0].stop()
+
+    traffic, _, _ = play(lambda: in_round(1), act)
+    assert later[0].heard == 1
+    assert traffic.rejected == {}

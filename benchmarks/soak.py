@@ -65,10 +65,8 @@ def asked(metrics: str) -> dict[str, float]:
     except OSError:
         return {}
     values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    return {
-        "malloc_MB": values["spark_memory_malloc_bytes"] / 1e6,
-        "python_blocks": values["spark_memory_python_blocks"],
-    }
+    told = (("malloc_MB", "spark_memory_malloc_bytes", 1e6), ("python_blocks", "spark_memory_python_blocks", 1))
+    return {what: values[series] / unit for what, series, unit in told if series in values}
 
 
 def free_ports(count: int) -> int:
@@ -131,8 +129,8 @@ def watch(minutes: float, peers: int, pace: float) -> tuple[Looks, int]:
                 if run.poll() is not None:
                     raise RuntimeError(run.stderr.read() if run.stderr is not None else "")
                 for name, pid in live_pids(folder / "logs").items():
-                    place = name.removeprefix("peer-")
-                    found = look(pid, f"127.0.0.1:{ports + int(place)}" if place.isdigit() else None)
+                    number = name.removeprefix("peer-")
+                    found = look(pid, f"127.0.0.1:{ports + int(number)}" if number.isdigit() else None)
                     if found is not None:
                         seen.setdefault(name, []).append((elapsed, found))
                 time.sleep(min(15.0, 60 * minutes / 60))

@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -91,7 +92,8 @@ def restart_without_thread_caches() -> None:
     if sys.platform != "linux" or not sys.executable or _THREAD_CACHES in tunables:
         return
     os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, f"{_THREAD_CACHES}=0")))
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    with suppress(OSError):  # then it goes on as it is
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def give_back() -> None:

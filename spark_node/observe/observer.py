@@ -98,6 +98,8 @@ class Observer:
         self._recorded = max((r.round for r in recorded), default=0)
         self._shown = (0, 0)
         self._lines: set[str] = set()
+        self._spoke: dict[str, float] = {}
+        """When each peer whose line is open was last heard."""
         self._heard = time.monotonic()
         self._unreadable: dict[str, str] = {}
 
@@ -157,12 +159,20 @@ class Observer:
         After a break peers catch up by leaping over rounds, and all of them may leap over the same one.
         """
         beyond = {name for name, seen in self._progress.items() if seen.round > k or seen.state == "finished"}
-        waited_for = set(self._members) - self._gone
+        waited_for = self._there()
         return bool(waited_for) and waited_for - beyond <= set(self._rounds[k].models)
+
+    def _there(self) -> set[str]:
+        """The members. One that the orchestrator does not name (any more) counts for as long as it speaks.
+
+        An orchestrator that was started again hears of them one by one.
+        """
+        since = time.monotonic() - self._config.network.lease
+        return set(self._members) - {name for name in self._gone if self._spoke.get(name, 0.0) < since}
 
     def _ended_before(self, k: int) -> bool:
         """Whether all are done and neither this round nor a later one has come: they were told to do fewer rounds."""
-        waited_for = set(self._members) - self._gone
+        waited_for = self._there()
         done = {name for name, seen in self._progress.items() if seen.state == "finished"}
         return waited_for <= done and not any(seen.reports for later, seen in self._rounds.items() if later >= k)
 
@@ -173,7 +183,7 @@ class Observer:
         silent = time.monotonic() - self._heard
         if silent > self._config.network.lease:
             return f"neither the orchestrator at {self._orchestrator} nor any peer has answered for {silent:.0f} s"
-        if self._first and not self._lines and not set(self._members) - self._gone:
+        if self._first and not self._lines and not self._there():
             return "every peer has left the run"
         return None
 
@@ -231,6 +241,7 @@ class Observer:
                         request = peer_pb2.FollowRequest(run=self._run, after_round=after)
                         async for progress in stub.Follow(request):
                             self._lines.add(name)
+                            self._spoke[name] = time.monotonic()
                             if shows != self._security.expected(Role.PEER, name):
                                 break  # revoked meanwhile
                             after = await self._take(stub, name, progress, after)
@@ -238,6 +249,7 @@ class Observer:
                     self._live.line_lost(name)
             finally:
                 self._lines.discard(name)
+                self._spoke.pop(name, None)
             await asyncio.sleep(0.3)
 
     async def _take(self, stub: peer_pb2_grpc.PeerStub, name: str, progress: "peer_pb2.Progress", after: int) -> int:

@@ -1,15 +1,23 @@
 """`spark-dfl observe` beside a network that others run: real processes, certificates, restarts."""
 
+import asyncio
 import json
 import re
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from spark_node.generated.spark.v1 import orchestrator_pb2, peer_pb2
+from spark_node.observe.observer import Observer
+from tests.network.harness import Log, small
+from tests.network.isolation import isolated
 from tests.network.test_commands import PEER, SPARK, children_of, start, wait_for
 
 pytestmark = pytest.mark.timeout(900)  # many processes one after the other, on a machine that may be busy
@@ -170,3 +178,38 @@ def test_peers_that_end_before_the_last_round_end_the_observation(run: Run) -> N
     assert seen.returncode == 1
     assert "no peer is left to finish round" in said
     assert json.loads((run.folder / "seen" / "summary.json").read_text())["status"] == "failed"
+
+
+@isolated
+def test_members_that_a_new_orchestrator_does_not_know_yet_are_waited_for_while_they_speak() -> None:
+    """It hears of them one by one; rounds that end meanwhile would be recorded without the others' reports."""
+    config = small(network__lease=5.0, security__tls="off")
+    module, test = torch.nn.Linear(2, 2), (torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
+    observer = Observer(config, "127.0.0.1:1", lambda _: pytest.fail("no terms"), module, test, Log())
+
+    class Orchestrator:
+        def __init__(self, version: int, *names: str) -> None:
+            run = orchestrator_pb2.RunDescription(run="monday", started=True, first_round=1)
+            named = [orchestrator_pb2.Member(name=name, address="127.0.0.1:1") for name in names]
+            self._reply = orchestrator_pb2.DescribeReply(
+                run=run, members=orchestrator_pb2.Members(version=version, from_round=1, members=named)
+            )
+
+        async def Describe(self, request: Any, timeout: float) -> Any:
+            return self._reply
+
+    async def act() -> None:
+        await observer._ask(Orchestrator(3, "a", "b", "c"))  # type: ignore[arg-type]
+        observer._rounds[1].models["a"] = None
+        for name in "abc":
+            observer._spoke[name] = time.monotonic()
+            observer._progress[name] = peer_pb2.Progress(name=name, state="training", round=1)
+        await observer._ask(Orchestrator(1, "a"))  # type: ignore[arg-type]
+        assert not observer._complete(1)
+        observer._spoke["b"] -= 6.0  # it hangs: silent for longer than a lease
+        observer._spoke.pop("c")  # its line broke
+        assert observer._complete(1)
+        for task in observer._followed.values():
+            task.cancel()
+
+    asyncio.run(act())

@@ -2,7 +2,10 @@
 
 from benchmarks import connections, soak
 
-LIMITS = {"anonymous_MB": (2.0, 0.03), "descriptors": (2, 0.05), "threads": (3, 0.1), "connections": (2, 0.05)}
+LIMITS = {
+    "anonymous_MB": (2.0, 0.03), "malloc_MB": (1.0, 0.01), "python_blocks": (4000, 40),
+    "descriptors": (2, 0.05), "threads": (3, 0.1), "connections": (2, 0.05),
+}  # fmt: skip
 """What warming up may take, and what a round may add where that is more: a leak leaves one of a kind in each."""
 
 

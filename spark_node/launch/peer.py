@@ -228,7 +228,8 @@ class PeerProcess:
         algorithm = make_algorithm(*parts, self._lead or HERE) if job.learner is None else job.learner(*parts)
         transport.stages = algorithm.stages
         node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
-        recovery = Recovery(node, codec, transport, line, store, config.checkpoint, self._compute, classes=job.classes)
+        rest = line, store, config.checkpoint, self._compute
+        recovery = Recovery(node, codec, transport, *rest, classes=job.classes, rounds=config.run.rounds)
         self._metrics.checkpoints = lambda: (recovery.saved, recovery.failures)
         return transport, node, recovery
 

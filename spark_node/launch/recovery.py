@@ -39,7 +39,10 @@ class Recovery:
         compute: Compute,
         *,
         classes: int,
+        rounds: int,
     ) -> None:
+        """`rounds`: of the run."""
+        self._rounds = rounds
         self._node, self._codec, self._transport, self._line = node, codec, transport, line
         self._store, self._settings, self._compute, self._classes = store, settings, compute, classes
         self.failures = 0
@@ -72,8 +75,11 @@ class Recovery:
         return first, self._node.algorithm.weights
 
     async def _meet(self, first: int) -> int:
-        """The round to begin with, once the network is in the one before; until then newer lists may hold from it."""
-        while self._line.latest < first - 1 and not self._transport.mailbox.has_any(first):
+        """The round to begin with, once the network is in the one before; until then newer lists may hold from it.
+
+        Nobody comes to one past the last: who comes back too late for all rounds is done.
+        """
+        while first <= self._rounds and self._line.latest < first - 1 and not self._transport.mailbox.has_any(first):
             await asyncio.sleep(_PAUSE)
             await self._line.refresh()
             if (later := self._roster.round_with(self._node.peer, first)) > first:

@@ -92,6 +92,25 @@ def test_a_peer_that_comes_back_when_all_is_done_holds_up_nobody(
     assert len(network.log.records[-1].client_accuracy) == 5
 
 
+class Unlisted(Recovery):
+    """Comes back to a run whose next member list, the first with it, holds from a later round than the next one."""
+
+    async def begin(self) -> tuple[int, torch.Tensor]:
+        self._line.furthest += 2 if self._line.furthest else 0
+        return await super().begin()
+
+
+@isolated
+def test_a_peer_that_comes_back_to_rounds_past_the_last_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_module, "Recovery", Unlisted)
+    doomed(monkeypatch, "after package", 4)
+    network = Network(small(run__rounds=4, network__restarts=1, network__lease=10.0), tmp_path)
+    network.train()
+    assert [record.round for record in network.log.records] == [1, 2, 3, 4], logs(tmp_path)
+
+
 def test_a_stopped_peer_costs_ever_less_and_catches_up_when_it_wakes(tmp_path: Path) -> None:
     """The deadline is the same in all rounds here, so that what is granted can be compared."""
     folder = tmp_path / "run"

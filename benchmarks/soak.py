@@ -186,8 +186,8 @@ def plot(seen: Looks, path: Path) -> None:
         low, middle, high = zip(*(statistics.quantiles(values, n=4) for _, values in at), strict=True)
         axis.fill_between(minutes, low, high, alpha=0.2, linewidth=0)
         axis.plot(minutes, middle)
-        axis.set(ylabel=what.replace("_", ", "), ylim=(0, 1.15 * max(high)))
-    axes[0].set_title("A peer in the course of the time: median, and the middle half of the peers")
+        axis.set(ylabel=what.replace("_", "\n"), ylim=(0, 1.15 * max(high)))
+    axes[0].set_title("A peer as time goes by: median and middle half of the peers", fontsize=11)
     axes[-1].set_xlabel("minutes")
     figure.savefig(path, dpi=130)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -82,17 +82,17 @@ class Node:
     async def round(self, k: int) -> RoundResult:
         """Round k of Algorithm 1: in each stage say one's part, hear the neighbours', fold it in."""
         neighbours = self._membership.neighbours(self.peer, k)
-        used = neighbours
+        expected, sound = neighbours, set[str]()
         for stage in self.algorithm.stages:
             heavy = stage == self.algorithm.stages[-1]
             outgoing = await self._compute(self.algorithm.outgoing, stage, k, neighbours, heavy=heavy)
             sending = {peer: self._start(self._transport.send(peer, stage, k, m)) for peer, m in outgoing.items()}
             with self._timings(f"waiting, {stage}"):
-                arrived = await self._transport.gather(stage, k, used, self._deadline)
+                arrived = await self._transport.gather(stage, k, expected, self._deadline)
                 await asyncio.gather(*(task for peer, task in sending.items() if peer in arrived))
             sound = await self._compute(self._incorporate, stage, k, arrived, heavy=heavy)
-            used = tuple(peer for peer in used if peer in sound)  # nobody is waited for twice in a round
-        return RoundResult(len(neighbours), len(used), self._timings.take(), self.algorithm.facts())
+            expected = tuple(peer for peer in expected if peer in sound)  # nobody is waited for twice in a round
+        return RoundResult(len(neighbours), len(sound), self._timings.take(), self.algorithm.facts())
 
     def _start(self, sending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Send beside everything else; one that nobody waits for goes on by itself."""
@@ -101,11 +101,11 @@ class Node:
         task.add_done_callback(self._sending.discard)
         return task
 
-    def _incorporate(self, stage: str, k: int, arrived: dict[str, Message]) -> Collection[str]:
+    def _incorporate(self, stage: str, k: int, arrived: dict[str, Message]) -> set[str]:
         """Fold in what came, but for nonsense; whose it was."""
         sound = {peer: m for peer, m in arrived.items() if self._accept(peer, stage, k, m)}
         self.algorithm.incorporate(stage, k, sound)
-        return sound.keys()
+        return set(sound)
 
     def _accept(self, peer: str, stage: str, k: int, message: Message) -> bool:
         """A neighbour that sends nonsense is left out of the round."""

@@ -13,4 +13,7 @@ class Transport(Protocol):
         """Hand a message of a stage of round k to a neighbour. Returns when it is on its way."""
 
     async def gather(self, stage: str, k: int, peers: Iterable[str], deadline: float | None) -> dict[str, Message]:
-        """The messages of that stage from these peers: all of them, or those that came within `deadline` seconds."""
+        """The messages of that stage from these peers: all of them, or those that came within `deadline` seconds.
+
+        And those that had come from other neighbours of the round by then: nobody waits for them, but they count.
+        """

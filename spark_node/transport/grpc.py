@@ -29,6 +29,10 @@ from spark_node.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
+_OFFERED_AGAIN = (0.1, 0.2, 0.5, 1.0)
+"""Seconds until a message is offered again to a neighbour that cannot be reached; the last from then on."""
+_GONE = 2
+"""Times that it is offered again before nobody waits for that neighbour any more."""
 _SECOND_LOOK = 0.25
 """Seconds between the two looks that find a connection broken; gRPC tries to make it again after about 0.2."""
 _HANDSHAKE_MS = 20_000
@@ -136,6 +140,8 @@ class GrpcTransport:
         self._lost: defaultdict[int, set[str]] = defaultdict(set)
         self._framed: tuple[tuple[int, bytes], bytes, list[bytes]] | None = None
         self._encoding = asyncio.Lock()
+        self._offers: dict[asyncio.Task[pb.Reason], tuple[int, str]] = {}
+        """Messages on their way: of which round, and to whom."""
         self._ending: set[asyncio.Task[Any]] = set()
         """What nobody waits for any more, but must not be cancelled (`_let_end`)."""
         self._receiving, self._wasted = 0, 0.0
@@ -157,7 +163,7 @@ class GrpcTransport:
     # What a round calls.
 
     async def enter(self, k: int) -> None:
-        """Round k begins: connections to peers that are no neighbours any more are closed.
+        """Round k begins: connections to peers that are no neighbours any more, and wait for nothing, are closed.
 
         So are those that broke: gRPC waits ever longer before it tries again, and a neighbour that was started again
         meanwhile would seem to be gone still.
@@ -165,29 +171,44 @@ class GrpcTransport:
         await self.mailbox.enter(k)
         self.guard.round_begins(k)
         self._lost = defaultdict(set, {r: peers for r, peers in self._lost.items() if r >= k})
-        neighbours = {self._line(peer) for peer in self.roster.neighbours(self.peer, k)}
+        peers = set(self.roster.neighbours(self.peer, k))
+        for offer, (r, peer) in self._offers.items():
+            if r < k - self._network.ahead:
+                offer.cancel()  # who is that far behind takes up a later round
+            else:
+                peers.add(peer)
+        needed = {self._line(peer) for peer in peers}
         for line, channel in list(self._channels.items()):
-            if line not in neighbours or channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            if line not in needed or channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 await self._close(self._channels.pop(line))
 
     async def send(self, peer: str, stage: str, k: int, message: Message) -> None:
-        """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost."""
-        limit = self.suspicion.granted(peer, self.deadlines.of(stage))
-        delivery = asyncio.create_task(self._deliver(peer, stage, k, message))
+        """Deliver a message, again where the neighbour asks for that; a neighbour that cannot be reached is lost.
+
+        To this peer, for this round: the message is still offered, for one that is just starting waits for it.
+        """
+        limit, gone = self.deadlines.of(stage), asyncio.Event()
+        delivery = self._offer(peer, stage, k, message, gone, limit)
         look = asyncio.create_task(self._look_after(k, peer, self.deadlines.usual(stage)))
+        lost = asyncio.create_task(gone.wait())
         try:
-            await asyncio.wait({delivery, look}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if look.done() and not delivery.done():
-                look.result()
-                return
+            granted = self.suspicion.granted(peer, limit)
+            await asyncio.wait({delivery, look, lost}, timeout=granted, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            look.cancel()
+            lost.cancel()
+        if look.done() and not delivery.done():
+            look.result()
+            return
+        try:
             reason = delivery.result() if delivery.done() else pb.REASON_LATE
         except aio.AioRpcError as error:
             log.warning("round %d, %s: %s cannot be reached (%s)", k, stage, peer, error.code().name)
             await self._lose(k, peer, "unreachable")
             return
-        finally:
-            delivery.cancel()
-            look.cancel()
+        if gone.is_set() and not delivery.done():
+            await self._lose(k, peer, "unreachable")
+            return
         if reason in (pb.REASON_NONE, pb.REASON_DUPLICATE):
             return
         name = reason_name(reason)
@@ -199,7 +220,7 @@ class GrpcTransport:
             self.traffic.rejected[name] += 1
 
     async def gather(self, stage: str, k: int, peers: Iterable[str], deadline: float | None) -> dict[str, Message]:
-        """The sound messages of these neighbours: all, or those that came in time."""
+        """The sound messages of these neighbours, all or those that came in time; and what others had sent by then."""
         wanted, expired = set(peers), set[str]()
 
         def due() -> set[str]:
@@ -228,8 +249,9 @@ class GrpcTransport:
             log.warning("round %d, %s: %s did not come within %.1f s; left out", k, stage, peer, granted[peer])
             self.traffic.refused["late"] += 1
             self.suspicion.failed(peer)
+        there = wanted | set(self.roster.neighbours(self.peer, k))
         messages: dict[str, Message]
-        messages, unusable = await self._compute(self._decode, k, {p: found[p] for p in sorted(wanted & set(found))})
+        messages, unusable = await self._compute(self._decode, k, {p: found[p] for p in sorted(there & set(found))})
         for peer, error in unusable.items():
             log.warning("round %d, %s: %s sent what cannot be used: %s", k, stage, peer, error)
             self.traffic.refused[error.refusal.value] += 1
@@ -277,6 +299,8 @@ class GrpcTransport:
         return found if isinstance(found, Weights) else None
 
     async def close(self) -> None:
+        for offer in self._offers:
+            offer.cancel()
         for channel in self._channels.values():
             await self._close(channel)
         self._channels.clear()
@@ -303,17 +327,44 @@ class GrpcTransport:
 
     # Sending.
 
-    async def _deliver(self, peer: str, stage: str, k: int, message: Message) -> "pb.Reason":
+    def _offer(
+        self, peer: str, stage: str, k: int, message: Message, gone: asyncio.Event, seconds: float
+    ) -> "asyncio.Task[pb.Reason]":
+        """Deliver beside everything else, for so long at the most, whether somebody still waits for it or not."""
+
+        async def within() -> "pb.Reason":
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self._deliver(peer, stage, k, message, gone)
+            except TimeoutError:
+                return pb.REASON_LATE
+
+        def over(offer: "asyncio.Task[pb.Reason]") -> None:
+            del self._offers[offer]
+            if not offer.cancelled():
+                offer.exception()
+
+        offer = asyncio.create_task(within())
+        self._offers[offer] = k, peer
+        offer.add_done_callback(over)
+        return offer
+
+    async def _deliver(self, peer: str, stage: str, k: int, message: Message, gone: asyncio.Event) -> "pb.Reason":
+        """Until the neighbour takes the message or says why it does not; `gone` is set where it cannot be reached."""
         pieces = await self._encoded(message, k, peer)
         pause, retries = 0.02, 0
         while True:
             try:
                 receipt = await self._attempt(peer, stage, k, message, pieces)
             except aio.AioRpcError as error:
-                retries += 1
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or retries > 2:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                await asyncio.sleep(0.1 * retries)  # a connection that was closed under us, or a peer that restarts
+                if retries == _GONE:
+                    log.warning("round %d, %s: %s cannot be reached (%s)", k, stage, peer, error.code().name)
+                    gone.set()
+                # A connection that was closed under us, or a peer that restarts.
+                await asyncio.sleep(_OFFERED_AGAIN[min(retries, len(_OFFERED_AGAIN) - 1)])
+                retries += 1
                 continue
             if receipt.reason == pb.REASON_MISSING_FACTOR:
                 pieces = await self._compute(lambda: self.codec.encode(message, k, peer, whole=True))

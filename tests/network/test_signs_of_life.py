@@ -14,12 +14,15 @@ from grpc import aio
 
 from spark_node.config import NetworkSettings, SecuritySettings, TopologySettings, load
 from spark_node.generated.spark.v1 import peer_pb2 as pb
-from spark_node.learning.algorithms import make_terms
+from spark_node.launch.service import Progress, Service
+from spark_node.learning.algorithms import make_algorithm, make_terms
 from spark_node.learning.messages import Weights
 from spark_node.membership import Roster
 from spark_node.model import ParameterLayout
+from spark_node.node import Node, Timings
 from spark_node.package.peer import PeerCodec
 from spark_node.security.tls import Plaintext
+from spark_node.transport import frames
 from spark_node.transport.grpc import GrpcTransport, Traffic
 from tests.network.isolation import isolated
 
@@ -244,3 +247,117 @@ def test_a_neighbour_that_was_started_again_is_found_in_the_next_round() -> None
     traffic, _, _ = play(lambda: in_round(1), act)
     assert later[0].heard == 1
     assert traffic.rejected == {}
+
+
+@isolated
+def test_who_could_not_be_reached_gets_the_message_when_it_is_there() -> None:
+    """It is left out of the round, but it may be just starting: without our part it would wait for its deadline."""
+    later: list[Neighbour] = []
+
+    async def act(transport: GrpcTransport) -> None:
+        port = a_free_port()
+        transport.roster.add(2, 2, {"peer-0": "127.0.0.1:1", "peer-1": f"127.0.0.1:{port}"})
+        await transport.enter(2)
+        await transport.send("peer-1", "weights", 2, Weights(torch.zeros(8)))
+        assert transport.traffic.rejected == {"unreachable": 1}
+        later.append(Neighbour(lambda: in_round(2), lambda: in_round(2)))
+        await later[0].start(port)
+        await transport.enter(3)  # we are done with that round; it is not
+        await until(lambda: later[0].heard == 1)
+        assert not transport._offers
+        await later[0].stop()
+
+    traffic, _, _ = play(lambda: in_round(1), act)
+    assert traffic.rejected == {"unreachable": 1}
+
+
+@isolated
+def test_what_nobody_took_is_given_up_after_a_few_rounds() -> None:
+    async def act(transport: GrpcTransport) -> None:
+        transport.roster.add(2, 2, {"peer-0": "127.0.0.1:1", "peer-1": f"127.0.0.1:{a_free_port()}"})
+        await transport.enter(2)
+        await transport.send("peer-1", "weights", 2, Weights(torch.zeros(8)))
+        for k in (3, 4):
+            await transport.enter(k)
+            await asyncio.sleep(0.1)
+            assert len(transport._offers) == 1
+        await transport.enter(5)
+        await asyncio.sleep(0.1)
+        assert not transport._offers
+
+    play(lambda: in_round(1), act)
+
+
+@isolated
+def test_a_late_starter_does_not_wait_for_one_that_has_done_the_round_without_it() -> None:
+    """Two peers of a real round: the first finds nobody at the other's port, and is through before that one starts."""
+    config = load(flags={"network.deadline_floor": 60.0, "model.hidden": [8]}, environment={})
+    layout = ParameterLayout.of(torch.nn.Linear(3, 2))
+
+    async def compute(work: Callable[..., object], *arguments: object, heavy: bool = False) -> object:
+        return work(*arguments)
+
+    async def whole() -> None:
+        ports = {name: a_free_port() for name in ("peer-0", "peer-1")}
+        servers, nodes = dict[str, Any](), dict[str, tuple[GrpcTransport, Node]]()
+        for i, name in enumerate(ports):
+            roster, traffic = Roster(0, TopologySettings("regular", 1, True)), Traffic()
+            roster.add(1, 1, {peer: f"127.0.0.1:{port}" for peer, port in ports.items()})
+            codec = PeerCodec(make_terms(config, "monday", layout, 2), name, 0)
+            transport = GrpcTransport(
+                name, codec, roster, config.network, traffic, compute, Plaintext(), config.security
+            )
+            module, timings = torch.nn.Linear(3, 2), Timings()
+            torch.nn.init.constant_(module.weight, float(i))
+            samples = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+            algorithm = make_algorithm(config, name, module, *samples, timings)
+            nodes[name] = transport, Node(name, algorithm, roster, transport, compute, timings, classes=2)
+            service = Service(Progress(name, 1, 1), 2**20, Plaintext(), traffic)
+            service.transport = transport
+            servers[name] = aio.server()
+            servers[name].add_generic_rpc_handlers((service.handler(),))
+        results = []
+        for name, (transport, node) in nodes.items():
+            servers[name].add_insecure_port(f"127.0.0.1:{ports[name]}")  # until then it refuses
+            await servers[name].start()
+            await transport.enter(1)
+            start = time.monotonic()
+            results.append(await node.round(1))
+            assert time.monotonic() - start < 30, f"{name} waited for the deadline"
+        assert results[0].used == 0
+        assert nodes["peer-1"][0].traffic.received["peer-0", "weights"] > 0
+        for transport, _ in nodes.values():
+            await transport.close()
+        for server in servers.values():
+            await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+@isolated
+def test_what_comes_in_time_counts_even_if_nobody_waited_for_it() -> None:
+    """The request of a neighbour whose weights were late: without an answer it would wait for its deadline."""
+
+    async def act(transport: GrpcTransport) -> None:
+        request = Weights(torch.zeros(8), request=True)
+        pieces = PeerCodec(transport.codec.terms, "peer-1", 0).encode(request, 1, "peer-0")
+        envelope = pb.Envelope(run="monday", round=1, stage="consensus", sender="peer-1", members_version=1)
+        for raw in frames.deliveries(envelope, pieces, 2**20):
+            assert (await transport.receive(raw, None, "h:1")).reason == pb.REASON_NONE
+        found = await transport.gather("consensus", 1, [], None)
+        assert set(found) == {"peer-1"}
+
+    play(lambda: in_round(1), act)
+
+
+async def until(there: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not there():
+            await asyncio.sleep(0.05)
+
+
+def a_free_port() -> int:
+    """One that refuses until somebody takes it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])

@@ -28,7 +28,9 @@ from tests.network.isolation import isolated
 from tests.network.test_lost_peers import doomed
 
 VICTIM = "peer-002"
-ROUNDS = 60
+ROUNDS = 20
+PACE = 0.5
+"""Seconds a round: what takes a while (a start, a lease) takes few rounds, on a fast machine too."""
 
 
 def rounds_of(peer: str, folder: Path) -> list[int]:
@@ -39,7 +41,7 @@ def rounds_of(peer: str, folder: Path) -> list[int]:
 
 def test_a_killed_peer_goes_on_from_its_checkpoint_in_the_round_of_the_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with start_run(small(run__rounds=ROUNDS), "run", tmp_path) as run:
+    with start_run(small(run__rounds=ROUNDS, run__pace=PACE), "run", tmp_path) as run:
         wait_for(lambda: max(rounds_of(VICTIM, folder), default=0) >= 3, "three rounds")
         os.kill(pid_of(VICTIM, run, folder), signal.SIGKILL)
         assert run.wait(A_RUN) == 0, said(folder)
@@ -64,7 +66,7 @@ def test_peers_that_come_back_one_after_the_other_meet_the_network_and_do_not_ru
             int(k) for k in re.findall(r"takes part from round (\d+) on", (folder / "logs" / f"{peer}.log").read_text())
         ]
 
-    with start_run(small(run__rounds=ROUNDS), "run", tmp_path) as run:
+    with start_run(small(run__rounds=ROUNDS, run__pace=PACE), "run", tmp_path) as run:
         wait_for(lambda: all(max(rounds_of(peer, folder), default=0) >= 3 for peer in peers), "three rounds")
         pids = [pid_of(peer, run, folder) for peer in peers]
         for pid in pids[3:]:
@@ -116,6 +118,7 @@ def test_a_stopped_peer_costs_ever_less_and_catches_up_when_it_wakes(tmp_path: P
     folder = tmp_path / "run"
     config = small(
         run__rounds=ROUNDS,
+        run__pace=PACE,
         run__workers=6,  # whoever is stopped may hold a slot
         network__deadline_floor=8.0,
         network__deadline_ceiling=8.0,
@@ -154,7 +157,7 @@ class Telling(Recovery):
 
 @isolated
 def test_a_late_peer_starts_from_the_weights_of_a_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(run__nodes=7, topology__degree=2, run__rounds=ROUNDS, network__start_timeout=4.0)
+    config = small(run__nodes=7, topology__degree=2, run__rounds=ROUNDS, run__pace=PACE, network__start_timeout=4.0)
     Telling.folder = tmp_path
     monkeypatch.setattr(peer_module, "Recovery", Telling)
     network = Network(config, tmp_path)

@@ -16,7 +16,9 @@ from tests.faults.processes import A_RUN, SPARK, kill_all, last_state, rows, run
 from tests.network.harness import in_memory, small
 from tests.network.test_commands import environment
 
-ROUNDS = 24
+ROUNDS = 14
+PACE = 0.3
+"""Seconds a round: whoever kills the run when a round is recorded comes in time."""
 
 
 def run_with_kills(config: Config, cwd: Path, kills: tuple[int, ...]) -> Path:
@@ -37,8 +39,8 @@ def run_with_kills(config: Config, cwd: Path, kills: tuple[int, ...]) -> Path:
 
 @pytest.mark.parametrize("mode", ["receiver", "sender"])
 def test_a_network_that_is_killed_twice_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path, mode: str) -> None:
-    config = small(run__nodes=8, run__rounds=ROUNDS, learning__linearize_at=mode)
-    folder = run_with_kills(config, tmp_path, (3, 11))
+    config = small(run__nodes=8, run__rounds=ROUNDS, run__pace=PACE, learning__linearize_at=mode)
+    folder = run_with_kills(config, tmp_path, (3, 8))
     for peer, w in in_memory(config).items():
         assert torch.equal(last_state(folder, peer)["algorithm.w"], w), f"{peer} differs\n{said(folder)}"
     assert [row["round"] for row in rows(folder)] == list(range(1, ROUNDS + 1))
@@ -53,14 +55,16 @@ def test_a_network_that_is_killed_twice_ends_with_the_weights_of_an_undisturbed_
 
 
 def test_what_int8_weights_owe_is_resumed_too(tmp_path: Path) -> None:
-    config = small(run__rounds=ROUNDS, package__weights="int8", package__bits=6, package__rounding="stochastic")
+    config = small(
+        run__rounds=ROUNDS, run__pace=PACE, package__weights="int8", package__bits=6, package__rounding="stochastic"
+    )
     folder = run_with_kills(config, tmp_path, (4,))
     for peer, w in in_memory(config).items():
         assert torch.equal(last_state(folder, peer)["algorithm.w"], w), f"{peer} differs\n{said(folder)}"
 
 
 def test_a_run_in_memory_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    config = small(run__rounds=ROUNDS, run__transport="memory", package__weights="int8")
+    config = small(run__rounds=ROUNDS, run__pace=PACE, run__transport="memory", package__weights="int8")
     folder = run_with_kills(config, tmp_path, (2, 5))
     for peer, w in in_memory(config).items():
         assert torch.equal(last_state(folder, peer)["algorithm.w"], w), peer
@@ -68,7 +72,7 @@ def test_a_run_in_memory_is_resumed_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_torn_and_a_foreign_checkpoint_are_named_and_all_start_from_an_earlier_one(tmp_path: Path) -> None:
-    config = small(run__rounds=ROUNDS)
+    config = small(run__rounds=ROUNDS, run__pace=PACE)
     folder = tmp_path / "run"
     with start_run(config, "run", tmp_path) as run:
         wait_for(lambda: len(rows(folder)) >= 6 or run.poll() is not None, "six rounds")
@@ -102,7 +106,7 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path: Path) -> None:
 
 def test_hosts_that_are_killed_with_their_orchestrator_agree_on_a_round_and_go_on(tmp_path: Path) -> None:
     """Two hosts, each with its own folder of checkpoints; the second life has other ports."""
-    config = small(run__rounds=ROUNDS, security__tls="off")
+    config = small(run__rounds=ROUNDS, run__pace=PACE, security__tls="off")
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def life(stop: Callable[[], bool]) -> None:

@@ -52,7 +52,8 @@ async def called(certs: Path, ready: int) -> None:
 
     from spark_node.config import NetworkSettings, PackageSettings, SecuritySettings
     from spark_node.launch.service import Progress, Service
-    from spark_node.transport.grpc import Traffic, server_options
+    from spark_node.transport.connections import server_options
+    from spark_node.transport.traffic import Traffic
 
     transport, security = _transport(CALLED, certs, 1)
     service = Service(Progress(CALLED, models=1, reports=1), 2**20, security, Traffic())
@@ -80,7 +81,7 @@ async def caller(certs: Path, port: int, count: int) -> list[dict[str, float]]:
     looks = []
     for i in range(count + 1):
         if i % (count // PARTS) == 0:
-            there = await transport._channel(CALLED).unary_unary("/bench.Connections/Held")(b"")
+            there = await transport.connections.to(CALLED).unary_unary("/bench.Connections/Held")(b"")
             await transport.close()
             await asyncio.sleep(0.2)  # gRPC's threads have finished closing
             looks.append((*look(), *json.loads(there)))
@@ -97,12 +98,12 @@ async def caller(certs: Path, port: int, count: int) -> list[dict[str, float]]:
 
 async def _visit(transport: Any) -> None:
     """What a peer does with a connection. Nothing here may refer to it when it is closed: no round does, either."""
-    watching = asyncio.create_task(transport._watch(1, CALLED))
+    watching = asyncio.create_task(transport.life.watch(1, CALLED))
     await asyncio.sleep(0)  # it makes the connection, as in a round's first stage
-    given_up = asyncio.create_task(transport._standing_of(transport._channel(CALLED), 30.0))
+    given_up = asyncio.create_task(transport.connections.standing_of(transport.connections.to(CALLED), 30.0))
     await asyncio.sleep(0.001)
     given_up.cancel()
-    receipt = await transport._standing_of(transport._channel(CALLED), 30.0)
+    receipt = await transport.connections.standing_of(transport.connections.to(CALLED), 30.0)
     assert receipt.round == 1, receipt
     await asyncio.sleep(0.005)  # a round goes on for longer than an answer takes
     watching.cancel()

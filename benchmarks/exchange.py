@@ -36,7 +36,8 @@ def transport_for(peer: str, numbers: int, addresses: dict[str, str], security: 
     from spark_node.membership import Roster
     from spark_node.package.peer import PeerCodec
     from spark_node.security.tls import Plaintext
-    from spark_node.transport.grpc import GrpcTransport, Traffic
+    from spark_node.transport.grpc import GrpcTransport
+    from spark_node.transport.traffic import Traffic
 
     roster = Roster(0, TopologySettings("ring", 2, False))
     roster.add(1, 1, addresses)
@@ -57,7 +58,7 @@ async def receiver(numbers: int, ready: int) -> None:
     from spark_node.launch.service import Progress, Service
     from spark_node.memory import memory_of
     from spark_node.security.tls import Plaintext
-    from spark_node.transport.grpc import Traffic
+    from spark_node.transport.traffic import Traffic
 
     addresses = {"a": "127.0.0.1:1", "b": "127.0.0.1:1", "c": "127.0.0.1:1"}
     service = Service(Progress("b", models=1, reports=1), MIB, Plaintext(), Traffic())

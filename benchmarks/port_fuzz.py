@@ -81,7 +81,9 @@ async def serve(folder: Path, ready: int) -> None:
     from spark_node.package.peer import PeerCodec
     from spark_node.security.identity import Role
     from spark_node.security.tls import MutualTls
-    from spark_node.transport.grpc import GrpcTransport, Traffic, server_options
+    from spark_node.transport.connections import server_options
+    from spark_node.transport.grpc import GrpcTransport
+    from spark_node.transport.traffic import Traffic
 
     security, network, limits, traffic = MutualTls(folder, Role.PEER, VICTIM), NetworkSettings(), settings(), Traffic()
     roster = Roster(0, TopologySettings("ring", 2, False))
@@ -92,7 +94,7 @@ async def serve(folder: Path, ready: int) -> None:
 
     codec = PeerCodec(terms(), VICTIM, 0)
     transport = GrpcTransport(VICTIM, codec, roster, network, traffic, compute, security, limits)
-    transport.stages = ("weights",)
+    transport.reception.stages = ("weights",)
     await transport.enter(ROUND)
     service = Service(Progress(VICTIM, models=1, reports=1), MIB, security, traffic)
     service.transport = transport
@@ -191,7 +193,7 @@ class Attacker:
     async def _content(self) -> None:
         from grpc import aio
 
-        from spark_node.transport.grpc import reason_name
+        from spark_node.transport.traffic import reason_name
 
         pieces = self._hostile()
         try:

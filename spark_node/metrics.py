@@ -13,7 +13,7 @@ from spark_node import web
 from spark_node.config import Config
 from spark_node.memory import MemoryMeter, held
 from spark_node.security.tls import Security
-from spark_node.transport.grpc import Traffic
+from spark_node.transport.traffic import Traffic
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 BYTES = (1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6, 3e6, 1e7, 3e7, 1e8, 1e9)

@@ -42,7 +42,9 @@ from spark_node.package.peer import PeerCodec
 from spark_node.rendezvous import Rendezvous
 from spark_node.security.identity import Role
 from spark_node.security.tls import security_of
-from spark_node.transport.grpc import GrpcTransport, Traffic, server_options
+from spark_node.transport.connections import server_options
+from spark_node.transport.grpc import GrpcTransport
+from spark_node.transport.traffic import Traffic
 
 if TYPE_CHECKING:
     from spark_node.distributed.sharded import Lead
@@ -221,12 +223,12 @@ class PeerProcess:
         terms = make_terms(config, line.run, ParameterLayout.of(job.module), job.classes)
         codec = PeerCodec(terms, job.name, config.run.seed, config.run.device)
         transport = self._transport(codec, roster)
-        transport.on_newer_members = line.hurry
-        self._metrics.cut_off = lambda: transport.guard.cut_off(transport.mailbox.round)
+        transport.reception.on_newer_members = line.hurry
+        self._metrics.cut_off = lambda: transport.reception.guard.cut_off(transport.mailbox.round)
         self._service.terms, self._service.transport = terms, transport
         parts = config, job.name, job.module, job.inputs, job.labels, self._timings
         algorithm = make_algorithm(*parts, self._lead or HERE) if job.learner is None else job.learner(*parts)
-        transport.stages = algorithm.stages
+        transport.reception.stages = algorithm.stages
         node = Node(job.name, algorithm, roster, transport, self._compute, self._timings, classes=job.classes)
         rest = line, store, config.checkpoint, self._compute
         recovery = Recovery(node, codec, transport, *rest, classes=job.classes, rounds=config.run.rounds)

@@ -18,7 +18,9 @@ from spark_node.package.format import Terms
 from spark_node.package.writer import encode
 from spark_node.security.identity import Identity, Role
 from spark_node.security.tls import NotAllowed, Security
-from spark_node.transport.grpc import HELD_SECONDS, REASON_BY_NAME, Arriving, GrpcTransport, Traffic
+from spark_node.transport.grpc import GrpcTransport
+from spark_node.transport.reception import HELD_SECONDS, Arriving
+from spark_node.transport.traffic import REASON_BY_NAME, Traffic
 
 MOST_HELD = 64
 """Messages that wait for this peer to join."""
@@ -134,15 +136,15 @@ class Service:
         except NotAllowed as error:
             self._traffic.refused[error.reason] += 1
             if self.transport is not None and error.over is not None:
-                await self.transport.dismiss(error.over)
+                await self.transport.reception.dismiss(error.over)
             return pb.Receipt(reason=REASON_BY_NAME[error.reason], detail=error.detail)
         if self.transport is None and not await self._joined():
             return pb.Receipt(reason=pb.REASON_EARLY, detail="this peer has not joined yet")
         assert self.transport is not None
         if caller is None:
-            return await self.transport.receive(arriving, None, context.peer())
-        self.transport.welcome(caller)
-        return await self.transport.receive(arriving, caller.name, context.peer())
+            return await self.transport.reception.receive(arriving, None, context.peer())
+        self.transport.reception.welcome(caller)
+        return await self.transport.reception.receive(arriving, caller.name, context.peer())
 
     async def _joined(self) -> bool:
         """Whether this peer knows its run: a neighbour that heard of the start first is made to wait a little."""
@@ -160,8 +162,8 @@ class Service:
         if self.transport is None:
             return pb.Receipt(reason=pb.REASON_EARLY)
         if request.run != self.transport.codec.terms.run:
-            return self.transport.refuse(pb.REASON_WRONG_RUN, "another run")
-        return self.transport.standing()
+            return self.transport.reception.refuse(pb.REASON_WRONG_RUN, "another run")
+        return self.transport.reception.standing()
 
     async def _admit(self, context: Any, roles: Collection[Role]) -> Identity | None:
         """Who calls, where that is known; the call ends here unless it is one of these roles."""

@@ -31,7 +31,7 @@ from spark_node.package.reader import decode
 from spark_node.rendezvous import patiently
 from spark_node.security.identity import Role
 from spark_node.security.tls import OBSERVER, ORCHESTRATOR, Security, security_of
-from spark_node.transport.grpc import options
+from spark_node.transport.connections import options
 
 log = logging.getLogger(__name__)
 

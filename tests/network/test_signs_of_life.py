@@ -23,7 +23,8 @@ from spark_node.node import Node, Timings
 from spark_node.package.peer import PeerCodec
 from spark_node.security.tls import Plaintext
 from spark_node.transport import frames
-from spark_node.transport.grpc import GrpcTransport, Traffic
+from spark_node.transport.grpc import GrpcTransport
+from spark_node.transport.traffic import Traffic
 from tests.network.isolation import isolated
 
 Answer = Callable[[], Awaitable["pb.Receipt"]]
@@ -236,7 +237,7 @@ def test_a_neighbour_that_was_started_again_is_found_in_the_next_round() -> None
             end = time.monotonic() + 6.0  # it now waits for seconds
             while time.monotonic() < end:
                 with contextlib.suppress(aio.AioRpcError):
-                    await transport._standing_of(transport._channel("peer-1"), 1.0)
+                    await transport.connections.standing_of(transport.connections.to("peer-1"), 1.0)
                 await asyncio.sleep(0.05)
         later.append(Neighbour(lambda: in_round(3), lambda: in_round(3)))
         await later[0].start(port)
@@ -343,7 +344,7 @@ def test_what_comes_in_time_counts_even_if_nobody_waited_for_it() -> None:
         pieces = PeerCodec(transport.codec.terms, "peer-1", 0).encode(request, 1, "peer-0")
         envelope = pb.Envelope(run="monday", round=1, stage="consensus", sender="peer-1", members_version=1)
         for raw in frames.deliveries(envelope, pieces, 2**20):
-            assert (await transport.receive(raw, None, "h:1")).reason == pb.REASON_NONE
+            assert (await transport.reception.receive(raw, None, "h:1")).reason == pb.REASON_NONE
         found = await transport.gather("consensus", 1, [], None)
         assert set(found) == {"peer-1"}
 

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spark_node.config import Config, PackageSettings
 from spark_node.metrics import PeerMetrics
 from spark_node.security.tls import Plaintext
-from spark_node.transport.grpc import Traffic
+from spark_node.transport.traffic import Traffic
 
 Sample = tuple[dict[str, str], float]
 

@@ -21,8 +21,9 @@ from spark_node.package.peer import PeerCodec
 from spark_node.security.tls import Plaintext
 from spark_node.transport import frames
 from spark_node.transport.deadline import Deadlines, Suspicion
-from spark_node.transport.grpc import GrpcTransport, Traffic
+from spark_node.transport.grpc import GrpcTransport
 from spark_node.transport.mailbox import Mailbox
+from spark_node.transport.traffic import Traffic
 
 # Deadlines
 
@@ -233,8 +234,8 @@ def test_a_message_of_a_member_list_that_is_on_its_way_is_held_until_that_comes(
         transport = transport_of(roster)
         await transport.enter(1)
         asked: list[int] = []
-        transport.on_newer_members = lambda: asked.append(1)
-        receiving = asyncio.create_task(transport.receive(arriving(), None, "h:1"))
+        transport.reception.on_newer_members = lambda: asked.append(1)
+        receiving = asyncio.create_task(transport.reception.receive(arriving(), None, "h:1"))
         await asyncio.sleep(0.3)
         assert not receiving.done()
         assert asked, "the member list is asked for"
@@ -253,11 +254,11 @@ def test_the_networks_round_is_what_half_of_the_neighbours_have_reached() -> Non
     async def play() -> None:
         transport = transport_of(roster)
         assert transport.network_round(7) == 7  # nobody has said anything
-        transport._standing = {"peer-1": 10**9}
+        transport.life.rounds = {"peer-1": 10**9}
         assert transport.network_round(7) == 7  # one that claims to be far ahead moves nothing
-        transport._standing = {"peer-1": 10**9, "peer-2": 12, "peer-3": 11, "peer-4": 6}
+        transport.life.rounds = {"peer-1": 10**9, "peer-2": 12, "peer-3": 11, "peer-4": 6}
         assert transport.network_round(7) == 11
-        transport._standing = {f"peer-{i}": 5 for i in range(1, 5)}
+        transport.life.rounds = {f"peer-{i}": 5 for i in range(1, 5)}
         assert transport.network_round(7) == 7
 
     asyncio.run(play())

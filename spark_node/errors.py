@@ -11,3 +11,7 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset or partition that is missing, corrupt, or does not fit the run."""
+
+
+class OutOfMemory(Exception):
+    """There is no memory left for what a process was doing. One line: what that was, what is kept, what takes less."""

@@ -1,6 +1,7 @@
 """What a process holds in memory, as the kernel counts it (Linux; nothing elsewhere)."""
 
 import ctypes
+import errno
 import gc
 import os
 import sys
@@ -15,6 +16,20 @@ _REUSED = 4 * 2**20
 _KEPT = 2**22
 """Free memory at the end of the heap that stays with the process until `give_back`."""
 _THREAD_CACHES = "glibc.malloc.tcache_count"
+
+
+_USED_UP = "can't allocate memory", "out of memory", "alloc_failed", "std::bad_alloc"
+"""What torch's errors say, whose types do not tell: of the processor's memory, and of a device's and its libraries'."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left: the interpreter's, numpy's, torch's, or the system's."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(ran_out, error.exceptions))
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(t in said for t in _USED_UP))
 
 
 def memory_of(pid: int | str = "self") -> dict[str, int]:

@@ -22,7 +22,8 @@ from spark_node.cli import (
     report,
     run,
 )
-from spark_node.errors import UserError
+from spark_node.errors import OutOfMemory, UserError
+from spark_node.memory import ran_out
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -97,4 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of stdout has left (`| head`); keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if not isinstance(error, OutOfMemory) and not ran_out(error):
+            raise
+        print(f"spark-dfl: error: {run.reason(error)}", file=sys.stderr)
         return FAILED

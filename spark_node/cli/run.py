@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from spark_node import config as configuration
 from spark_node.config import Config
 from spark_node.distributed.place import Place, device_of, place_of
-from spark_node.errors import ConfigError, UserError
+from spark_node.errors import ConfigError, OutOfMemory, UserError
+from spark_node.memory import ran_out
 from spark_node.privacy import refuse_hidden
 
 if TYPE_CHECKING:
@@ -242,8 +243,11 @@ def reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     said = " ".join(str(error).split())
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, OutOfMemory)):
         return said
+    if ran_out(error):
+        less = "fewer peers at once (run.workers), fewer samples (data.samples_per_node) or a smaller model take less"
+        return f"out of memory ({said or type(error).__name__}); {less}"
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 

@@ -24,7 +24,7 @@ import numpy.ctypeslib
 import numpy.ma  # noqa: F401
 
 from spark_node.chaos.order import FILE
-from spark_node.errors import UserError
+from spark_node.errors import OutOfMemory, UserError
 from spark_node.launch.logs import log_to
 from spark_node.launch.peer import PeerJob, run_peer
 from spark_node.launch.pids import forget_pid, note_pid
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _SOON, _PAUSE = 10.0, 0.2
 """Seconds: a peer that ends sooner than that after its start waits longer each time before it is started again."""
 
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_MEMORY = 2, 3
 _PR_SET_PDEATHSIG = 1
 _PATIENCE = 10.0
 """Seconds that peers get between SIGTERM and SIGKILL."""
@@ -68,6 +68,9 @@ def fork(work: Callable[[], int], name: str) -> int:
         log.error("%s: %s", name, error)
         print(f"spark-dfl: {name}: {error}", file=sys.stderr)
         code = EXIT_USAGE
+    except OutOfMemory as error:
+        log.error("%s", error)
+        code = EXIT_MEMORY
     except BaseException:
         log.exception("%s failed", name)
     finally:
@@ -75,6 +78,15 @@ def fork(work: Callable[[], int], name: str) -> int:
         sys.stderr.flush()
         os._exit(code)
     return 0
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words, by its exit code or the signal (negative) that ended it."""
+    if code == EXIT_MEMORY:
+        return "ran out of memory"
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL: by somebody, or by the system because memory ran out, which dmesg tells)"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
 @dataclass
@@ -168,12 +180,12 @@ class Host:
             return 0
         if code == EXIT_USAGE or child.starts > self._restarts:
             where = self._logs / f"{child.job.name}.log"
-            log.error("%s ended with %d and is not started again; %s says why", child.job.name, code, where)
+            log.error("%s %s, and is not started again; %s says more", child.job.name, ending(code), where)
             return EXIT_USAGE if code == EXIT_USAGE else 1
         now = time.monotonic()
         child.in_a_row = child.in_a_row + 1 if now - child.started < _SOON else 0
         child.not_before = now + min(_PAUSE * 2**child.in_a_row, 5.0)
-        log.warning("%s ended with %d; started again", child.job.name, code)
+        log.warning("%s %s; started again", child.job.name, ending(code))
         self._waiting.append(child)
         return 0
 

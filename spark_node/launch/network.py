@@ -22,7 +22,7 @@ from spark_node.data.datasets import Dataset
 from spark_node.data.partitions import Partition
 from spark_node.errors import ConfigError
 from spark_node.launch.certificates import forget, secured
-from spark_node.launch.host import Host, fork
+from spark_node.launch.host import Host, ending, fork
 from spark_node.launch.logs import log_to
 from spark_node.launch.observation import LivePage, describe, observe
 from spark_node.launch.peer import PeerJob
@@ -174,7 +174,7 @@ class LocalNetwork:
         if self.orchestrator is None or self.orchestrator.poll() is None or self._restarts == 0:
             return
         self._restarts -= 1
-        log.warning("the orchestrator ended with %d; started again", self.orchestrator.code)
+        log.warning("the orchestrator %s; started again", ending(self.orchestrator.code or 0))
         with contextlib.suppress(ConfigError):  # its port is not free yet: at the next look
             self._start_orchestrator()
 
@@ -196,7 +196,7 @@ class LocalNetwork:
     def over(self) -> str | None:
         """Why nothing more can come, or None."""
         code = self.host.poll() if self.host is not None else 1
-        return None if code is None else f"the host of the peers has ended with {code}; see {self.folder / 'logs'}"
+        return None if code is None else f"the host of the peers {ending(code)}; see {self.folder / 'logs'}"
 
 
 def _interrupt(*_: object) -> None:
@@ -284,7 +284,7 @@ async def _observe(network: LocalNetwork, info: RunInfo, watcher: Watcher, page:
     over: list[str] = []
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    loop.add_signal_handler(signal.SIGUSR1, over.append, "the host of the peers has ended")
+    loop.add_signal_handler(signal.SIGUSR1, over.append, "all of them have ended")
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await observe(
@@ -312,7 +312,10 @@ def _watch(observer: tuple[Child, int], network: LocalNetwork, watcher: Watcher)
                     line = pipe.readline()
                     if not line:
                         break
-                    accuracy = _pass_on(json.loads(line), watcher)
+                    event = json.loads(line)
+                    if "failed" in event:
+                        raise RuntimeError("; ".join(filter(None, (event["failed"], network.over()))))
+                    accuracy = _pass_on(event, watcher)
                     if accuracy is not None and network.config.run.ends_with(accuracy):
                         break
                 elif not told and network.over() is not None:
@@ -328,8 +331,6 @@ def _pass_on(event: dict[str, Any], watcher: Watcher) -> float | None:
     if "progress" in event:
         watcher.progress(*event["progress"])
         return None
-    if "record" not in event:
-        raise RuntimeError(event["failed"])
     record = RoundRecord(**{**event["record"], "client_accuracy": tuple(event["record"]["client_accuracy"])})
     watcher.round_done(record)
     return record.aggregated_accuracy

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spark_node.chaos.transport import ChaoticTransport
 from spark_node.checkpoint import Owner, Store
 from spark_node.config import Config
-from spark_node.errors import ConfigError
+from spark_node.errors import ConfigError, OutOfMemory
 from spark_node.generated.spark.v1 import peer_pb2 as pb
 from spark_node.launch.recovery import Recovery, remember_port, remembered_port
 from spark_node.launch.samples import Room
@@ -33,7 +33,7 @@ from spark_node.learning.algorithm import Learner
 from spark_node.learning.algorithms import make_algorithm, make_terms, signature
 from spark_node.learning.solver import HERE
 from spark_node.membership import Roster
-from spark_node.memory import give_back, tidy
+from spark_node.memory import give_back, ran_out, tidy
 from spark_node.metrics import PeerMetrics, port_of, serve
 from spark_node.model import ParameterLayout
 from spark_node.node import Node, RoundResult, Timings
@@ -126,6 +126,10 @@ class PeerProcess:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
+        except Exception as error:
+            if ran_out(error):
+                raise OutOfMemory(self._without_memory(error)) from error
+            raise
         finally:
             for task in (work, stop):
                 task.cancel()
@@ -134,6 +138,13 @@ class PeerProcess:
             await server.stop(0.2)
             for pool in (self._heavy, self._light):
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _without_memory(self, error: Exception) -> str:
+        saved, _ = self._metrics.checkpoints()
+        kept = f"the checkpoint of round {saved} is kept" if saved else "there is no checkpoint yet"
+        said = " ".join(str(error).split()) or type(error).__name__
+        less = "let fewer peers compute at once (run.workers), put fewer on this machine, or give it more memory"
+        return f"out of memory in round {self._progress.round} ({said}); {kept}; {less}"
 
     async def _serve(self) -> tuple[aio.Server, int]:
         server = aio.server(options=server_options(self._config.package, self._network, self._config.security))

@@ -4,6 +4,7 @@ All of it goes to stderr; stdout belongs to --json.
 """
 
 import math
+import shlex
 import sys
 import textwrap
 import time
@@ -28,6 +29,7 @@ from spark_node.observe import wording
 from spark_node.observe.curve import Curve
 from spark_node.observe.history import Round, Run
 from spark_node.observe.records import RoundRecord, RunInfo, Watcher
+from spark_node.observe.run_folder import CHECKPOINTS
 
 _COLUMNS = ["Round", "Aggregated", "Change", "Clients", "Loss", "Sent", "Time"]
 _MANY_ROWS = 10
@@ -337,6 +339,8 @@ def final_panel(run: Run, report: Path | None) -> Panel:
     lines.add_row("sent", f"{sent}  ({kinds})" if kinds else sent)
     lines.add_row("time", f"{wording.duration(run.seconds)}  ({wording.plural(len(run.rounds), 'round')})")
     lines.add_row("run folder", str(run.path))
+    if run.status != "complete" and (run.path / CHECKPOINTS).is_dir():
+        lines.add_row("go on with", f"spark-dfl run --resume {shlex.quote(str(run.path))}")
     if report is not None:
         lines.add_row("report", Text(open_command(report), style=f"link {report.resolve().as_uri()}"))
     title = None if run.status == "complete" else Text(wording.state(run), style="bold red")

@@ -1,7 +1,9 @@
 """A run whose processes are all killed goes on, and ends as if nothing had happened."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from spark_node.config import Config, to_toml
+from spark_node.launch.pids import live_pids
 from tests.faults.processes import A_RUN, SPARK, kill_all, last_state, rows, running, said, start_run, wait_for
 from tests.network.harness import in_memory, small
 from tests.network.test_commands import environment
@@ -85,6 +88,22 @@ def test_a_torn_and_a_foreign_checkpoint_are_named_and_all_start_from_an_earlier
         assert run.wait(A_RUN) == 0, (tmp_path / "said.txt").read_text() + said(folder)
     assert f"{torn.name} is not used: torn" in (folder / "logs" / "peer-001.log").read_text()
     assert f"{foreign.name} is not used: of another peer" in (folder / "logs" / "peer-002.log").read_text()
+    for peer, w in in_memory(config).items():
+        assert torch.equal(last_state(folder, peer)["algorithm.w"], w), f"{peer} differs\n{said(folder)}"
+
+
+def test_a_run_whose_host_is_killed_says_so_and_can_be_resumed(tmp_path: Path) -> None:
+    config = small(run__rounds=ROUNDS, run__pace=PACE)
+    folder = tmp_path / "run"
+    with start_run(config, "run", tmp_path) as run:
+        wait_for(lambda: len(rows(folder)) >= 3 or run.poll() is not None, "three rounds")
+        os.kill(live_pids(folder / "logs")["host"], signal.SIGKILL)
+        assert run.wait(A_RUN) == 1
+    told = (tmp_path / "said.txt").read_text()
+    assert "the host of the peers was killed (SIGKILL: " in told
+    assert "Traceback" not in told
+    with running("run", "--resume", "run", "--quiet", cwd=tmp_path) as run:
+        assert run.wait(A_RUN) == 0, (tmp_path / "said.txt").read_text() + said(folder)
     for peer, w in in_memory(config).items():
         assert torch.equal(last_state(folder, peer)["algorithm.w"], w), f"{peer} differs\n{said(folder)}"
 

@@ -176,6 +176,11 @@ def test_the_final_panel_says_when_a_run_is_not_complete(tmp_path: Path, status:
         console.print(display.final_panel(run, None))
     assert f"{status.capitalize()} after 1 of 5 rounds" in captured.get()
     assert "80% not reached in 1 round" in captured.get()
+    assert "--resume" not in captured.get()  # it keeps no checkpoints
+    (run.path / "checkpoints").mkdir()
+    with console.capture() as captured:
+        console.print(display.final_panel(run, None))
+    assert "spark-dfl run --resume" in captured.get()
 
 
 @given(

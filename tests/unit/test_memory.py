@@ -1,14 +1,19 @@
-"""What a round leaves behind is gone after it, where looking for it costs nothing."""
+"""What a round leaves behind is gone after it, where looking for it costs nothing; lack of memory is known as such."""
 
 import ctypes
+import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
-from spark_node.memory import held
+from spark_node.memory import held, ran_out
 
 CYCLE = """
 import gc, weakref
@@ -132,3 +137,30 @@ def test_commands_that_stay_begin_anew(words: list[str], anew: bool) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("begins anew") == anew
     assert "usage: spark-dfl" in done.stdout
+
+
+FAR_TOO_MUCH = 2**60
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: bytearray(FAR_TOO_MUCH),
+        lambda: np.empty(FAR_TOO_MUCH, np.uint8),
+        lambda: torch.empty(FAR_TOO_MUCH, dtype=torch.uint8),
+        lambda: mmap.mmap(-1, FAR_TOO_MUCH),
+    ],
+    ids=["python", "numpy", "torch", "system"],
+)
+def test_memory_that_ran_out_is_told_from_other_failures(ask: Callable[[], object]) -> None:
+    with pytest.raises((MemoryError, RuntimeError, OSError)) as caught:
+        ask()
+    assert ran_out(caught.value)
+    assert ran_out(ExceptionGroup("of several tasks", [ValueError(), caught.value]))
+
+
+def test_other_failures_are_no_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(2) @ torch.zeros(3)
+    for error in (caught.value, OSError(errno.ENOSPC, "No space left on device"), ValueError("out of memory")):
+        assert not ran_out(error)

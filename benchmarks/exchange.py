@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 MIB = 2**20
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def terms_for(numbers: int) -> Any:
@@ -51,13 +52,15 @@ def transport_for(peer: str, numbers: int, addresses: dict[str, str], security: 
 
 
 async def receiver(numbers: int, ready: int) -> None:
-    """The other process: our service and the bare one on the same server."""
+    """The other process: our service behind a peer's options, and a bare one behind gRPC's own."""
     import grpc
     from grpc import aio
 
+    from spark_node.config import NetworkSettings, SecuritySettings
     from spark_node.launch.service import Progress, Service
     from spark_node.memory import memory_of
     from spark_node.security.tls import Plaintext
+    from spark_node.transport.connections import server_options
     from spark_node.transport.traffic import Traffic
 
     addresses = {"a": "127.0.0.1:1", "b": "127.0.0.1:1", "c": "127.0.0.1:1"}
@@ -82,17 +85,20 @@ async def receiver(numbers: int, ready: int) -> None:
 
     calls = {"Bare": bare, "Forget": forget, "Memory": memory}
     handlers = {name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()}
-    server = aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bare", handlers),))
-    server.add_generic_rpc_handlers((service.handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    os.write(ready, str(port).encode())
+    settings = transport.codec.terms.settings
+    ours = aio.server(options=server_options(settings, NetworkSettings(), SecuritySettings(tls="off")))
+    ours.add_generic_rpc_handlers((service.handler(),))
+    plain = aio.server(options=UNLIMITED)
+    plain.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bare", handlers),))
+    ports = [str(server.add_insecure_port("127.0.0.1:0")) for server in (ours, plain)]
+    await ours.start()
+    await plain.start()
+    os.write(ready, " ".join(ports).encode())
     os.close(ready)
-    await server.wait_for_termination()
+    await ours.wait_for_termination()
 
 
-async def sender(port: int, numbers: int, calls: int) -> dict[str, Any]:
+async def sender(port: int, plain_port: int, numbers: int, calls: int) -> dict[str, Any]:
     """Time both ways in turns."""
     import numpy as np
     import torch
@@ -100,15 +106,14 @@ async def sender(port: int, numbers: int, calls: int) -> dict[str, Any]:
 
     from spark_node.learning.messages import Weights
 
-    address = f"127.0.0.1:{port}"
-    transport = transport_for("a", numbers, {"a": "127.0.0.1:1", "b": address, "c": "127.0.0.1:1"})
+    addresses = {"a": "127.0.0.1:1", "b": f"127.0.0.1:{port}", "c": "127.0.0.1:1"}
+    transport = transport_for("a", numbers, addresses)
     await transport.enter(1)
     message = Weights(torch.from_numpy(np.random.default_rng(0).standard_normal(numbers, np.float32)))
     pieces = transport.codec.encode(message, 1, "b")
     size = sum(map(len, pieces))
     payload = secrets.token_bytes(size)
-    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-    async with aio.insecure_channel(address, options=unlimited) as channel:
+    async with aio.insecure_channel(f"127.0.0.1:{plain_port}", options=UNLIMITED) as channel:
         call = {name: channel.unary_unary(f"/bench.Bare/{name}") for name in ("Bare", "Forget", "Memory")}
         ours, bare = [], []
         await call["Memory"](b"")
@@ -151,9 +156,9 @@ def measure(size: int, calls: int) -> dict[str, Any]:
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        port = int(pipe.read())
+        port, plain_port = map(int, pipe.read().split())
     try:
-        return asyncio.run(sender(port, numbers, calls))
+        return asyncio.run(sender(port, plain_port, numbers, calls))
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

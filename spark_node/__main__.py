@@ -1,7 +1,9 @@
 """`python -m spark_node` is `spark-dfl`."""
 
+import os
 import sys
 
+from spark_node.distributed.place import leave
 from spark_node.memory import restart_without_thread_caches
 
 _STAY = ("run", "host", "node", "orchestrator", "observe", "dashboard")
@@ -14,7 +16,10 @@ def command() -> int:
         restart_without_thread_caches()
     from spark_node.cli.main import main
 
-    return main()
+    code = main()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        leave(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class Lead:
         with self._lock:
             self._group.agree(Word.END)
             self.lost = RankLost("the ranks have been sent home")  # whoever comes now, comes too late
+        self._beating.join(self._group.timeout)
 
     def _beat(self) -> None:
         while not self._over.wait(min(BEAT_SECONDS, self._group.timeout / 3)):

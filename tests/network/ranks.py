@@ -10,7 +10,7 @@ import torch
 
 from spark_node.data import datasets, partitions
 from spark_node.distributed.group import Group, joined
-from spark_node.distributed.place import place_of
+from spark_node.distributed.place import leave, place_of
 from spark_node.distributed.sharded import leading, serve
 from spark_node.distributed.spread import SpreadRun
 from spark_node.launch.memory import MemoryRun
@@ -145,3 +145,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

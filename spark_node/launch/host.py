@@ -86,7 +86,10 @@ def ending(code: int) -> str:
         return "ran out of memory"
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL: by somebody, or by the system because memory ran out, which dmesg tells)"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    if code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was ended by {names.get(-code, f'signal {-code}')}"
+    return f"ended with {code}"
 
 
 @dataclass

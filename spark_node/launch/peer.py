@@ -352,7 +352,13 @@ def run_peer(
     `crowd`: how many peers this host has.
     """
     torch.set_num_threads(1)
-    asyncio.run(_run(job, turns, order, lead, crowd))
+    try:
+        asyncio.run(_run(job, turns, order, lead, crowd))
+    except RuntimeError as error:
+        # The event loop starts a thread to end with, and without memory that fails too: the first failure is the one.
+        if isinstance(error.__context__, OutOfMemory):
+            raise error.__context__ from None
+        raise
 
 
 async def _run(job: PeerJob, turns: Turns | None, order: Path | None, lead: "Lead | None", crowd: int = 1) -> None:

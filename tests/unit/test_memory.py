@@ -164,3 +164,28 @@ def test_other_failures_are_no_lack_of_memory() -> None:
         torch.zeros(2) @ torch.zeros(3)
     for error in (caught.value, OSError(errno.ENOSPC, "No space left on device"), ValueError("out of memory")):
         assert not ran_out(error)
+
+
+WITHOUT_A_THREAD = """
+import asyncio, resource
+from pathlib import Path
+import spark_node.launch.peer as peer
+from spark_node.errors import OutOfMemory
+
+async def round_without_memory(*_):
+    await asyncio.to_thread(int)  # the loop has a pool of threads to end
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**20,) * 2)
+    raise OutOfMemory("in round 3")
+
+peer._run = round_without_memory
+try:
+    peer.run_peer(None, None)
+except OutOfMemory as error:
+    print(error)
+"""
+
+
+def test_what_a_peer_says_of_lack_of_memory_is_not_lost_when_no_thread_can_be_started_either() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_THREAD], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "in round 3\n"), done.stderr

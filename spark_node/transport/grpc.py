@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -42,6 +43,15 @@ _WILL_NOT_COME = (
 """Answers of peers that will say nothing to us in this round (any more)."""
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A message and its bytes: encoding it once more, after others, would change what int8 weights still owe."""
+
+    stage: str
+    message: Message
+    pieces: list[bytes]
+
+
 class GrpcTransport:
     """One peer's way to its neighbours: `send` and `gather` of Transport. What arrives is its reception's to judge."""
 
@@ -71,6 +81,9 @@ class GrpcTransport:
         self._encoding = asyncio.Lock()
         self._offers: dict[asyncio.Task[pb.Reason], tuple[int, str]] = {}
         """Messages on their way: of which round, and to whom."""
+        self._taken: dict[tuple[int, str], _Ready] = {}
+        """What neighbours took that were not in its round yet. A process started in the place of one has none of it."""
+        self.life.on_broken = self._offer_again
         self._wasted = 0.0
 
     # What a round calls.
@@ -94,7 +107,7 @@ class GrpcTransport:
         To this peer, for this round: the message is still offered, for one that is just starting waits for it.
         """
         limit, gone = self.deadlines.of(stage), asyncio.Event()
-        delivery = self._offer(peer, stage, k, message, gone, limit)
+        delivery = self._offer(peer, k, lambda: self._deliver(peer, stage, k, message, gone), limit)
         look = asyncio.create_task(self.life.look_after(k, peer, self.deadlines.usual(stage)))
         lost = asyncio.create_task(gone.wait())
         try:
@@ -146,6 +159,7 @@ class GrpcTransport:
         finally:
             for task in watching:
                 task.cancel()
+            self._taken.clear()
         for seconds in arrivals[1:]:
             self.deadlines.seen(stage, seconds)
         late = due() - set(found) | (expired - set(found) - self.life.lost[k])
@@ -212,14 +226,14 @@ class GrpcTransport:
     # Sending.
 
     def _offer(
-        self, peer: str, stage: str, k: int, message: Message, gone: asyncio.Event, seconds: float
+        self, peer: str, k: int, deliver: Callable[[], Awaitable["pb.Reason"]], seconds: float
     ) -> "asyncio.Task[pb.Reason]":
         """Deliver beside everything else, for so long at the most, whether somebody still waits for it or not."""
 
         async def within() -> "pb.Reason":
             try:
                 async with asyncio.timeout(seconds):
-                    return await self._deliver(peer, stage, k, message, gone)
+                    return await deliver()
             except TimeoutError:
                 return pb.REASON_LATE
 
@@ -233,9 +247,23 @@ class GrpcTransport:
         offer.add_done_callback(over)
         return offer
 
+    def _offer_again(self, k: int, peer: str) -> None:
+        """The connection to a neighbour broke, and it was not in this round yet: who is started in its place will be.
+
+        A process that is still the same knows the message, and says so.
+        """
+        ready, gone = self._taken.pop((k, peer), None), asyncio.Event()
+        if ready is not None:
+            gone.set()
+            self._offer(peer, k, lambda: self._hand_over(peer, k, ready, gone), self.deadlines.of(ready.stage))
+
     async def _deliver(self, peer: str, stage: str, k: int, message: Message, gone: asyncio.Event) -> "pb.Reason":
+        ready = _Ready(stage, message, await self._encoded(message, k, peer))
+        return await self._hand_over(peer, k, ready, gone)
+
+    async def _hand_over(self, peer: str, k: int, ready: _Ready, gone: asyncio.Event) -> "pb.Reason":
         """Until the neighbour takes the message or says why it does not; `gone` is set where it cannot be reached."""
-        pieces = await self._encoded(message, k, peer)
+        stage, message, pieces = ready.stage, ready.message, ready.pieces
         pause, retries = 0.02, 0
         while True:
             try:
@@ -243,7 +271,7 @@ class GrpcTransport:
             except aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                if retries == _GONE:
+                if retries == _GONE and not gone.is_set():
                     log.warning("round %d, %s: %s cannot be reached (%s)", k, stage, peer, error.code().name)
                     gone.set()
                 # A connection that was closed under us, or a peer that restarts.
@@ -258,6 +286,8 @@ class GrpcTransport:
             elif receipt.reason == pb.REASON_STALE and receipt.round <= k:
                 return pb.REASON_LATE  # a stage of this round that is over there; it may still say its part of others
             else:
+                if receipt.reason in (pb.REASON_NONE, pb.REASON_DUPLICATE) and receipt.round < k:
+                    self._taken[k, peer] = ready
                 return receipt.reason
 
     async def _encoded(self, message: Message, k: int, peer: str) -> list[bytes]:

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import grpc
 from grpc import aio
@@ -35,6 +36,8 @@ class SignsOfLife:
         """By round: neighbours that will not say anything more in it."""
         self.rounds: dict[str, int] = {}
         """The round that each peer last said it was in."""
+        self.on_broken: Callable[[int, str], None] = lambda k, peer: None
+        """The connection to a neighbour broke in round k: its process may be gone, with what it had been told."""
 
     def enter(self, k: int) -> None:
         """Round k begins: who was lost in earlier ones does not matter any more."""
@@ -55,11 +58,13 @@ class SignsOfLife:
                     log.warning("round %d: %s was started again", k, peer)
                     await self.lose(k, peer, "restarted")
                     return
+                self.on_broken(k, peer)
                 broke = False
             elif state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 await asyncio.sleep(_SECOND_LOOK)
                 if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     log.warning("round %d: the connection to %s broke and cannot be made again", k, peer)
+                    self.on_broken(k, peer)
                     await self.lose(k, peer, "unreachable")
                     return
             await self._connections.changed(channel, state)

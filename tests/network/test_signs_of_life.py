@@ -272,6 +272,42 @@ def test_who_could_not_be_reached_gets_the_message_when_it_is_there() -> None:
     assert traffic.rejected == {"unreachable": 1}
 
 
+@pytest.mark.parametrize("away", [0.0, 2.0], ids=["back at once", "back after it was left out"])
+@pytest.mark.parametrize("was_in", [1, 2])
+@isolated
+def test_who_is_started_again_gets_what_the_process_before_took_too_early(was_in: int, away: float) -> None:
+    """It took weights of round 2 in round 1 and was killed: the next one is in round 2 and would wait for them.
+
+    One that was in round 2 itself comes back in a later one.
+    """
+    later: list[Neighbour] = []
+
+    async def act(transport: GrpcTransport) -> None:
+        port = a_free_port()
+        transport.roster.add(2, 2, {"peer-0": "127.0.0.1:1", "peer-1": f"127.0.0.1:{port}"})
+        before = Neighbour(lambda: in_round(was_in), lambda: in_round(was_in))
+        await before.start(port)
+        await transport.enter(2)
+        await transport.send("peer-1", "weights", 2, Weights(torch.zeros(8)))
+        waiting = asyncio.create_task(transport.gather("weights", 2, ["peer-1"], 20.0))
+        await asyncio.sleep(0.5)
+        await before.stop()
+        await asyncio.sleep(away)
+        assert bool(away) is waiting.done(), "nobody waits for one that is gone"
+        later.append(Neighbour(lambda: in_round(2), lambda: in_round(2)))
+        await later[0].start(port)
+        if was_in == 1:
+            await until(lambda: later[0].heard == 1)
+        else:
+            await asyncio.sleep(3.0)
+            assert later[0].heard == 0
+        waiting.cancel()
+        await later[0].stop()
+
+    traffic, _, _ = play(lambda: in_round(1), act)
+    assert traffic.rejected == ({"unreachable": 1} if away else {})
+
+
 @isolated
 def test_what_nobody_took_is_given_up_after_a_few_rounds() -> None:
     async def act(transport: GrpcTransport) -> None:

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,7 +63,7 @@ def measure(nodes: int, rounds: int, churn: bool) -> dict[str, Any]:
         told: dict[str, Any] = {"summary": {"faults": 0, "processes_gone": 0, "processes_back": 0}}
         if churn:
             while not list((folder / "logs").glob("peer-*.pid")) and run.poll() is None:
-                pass
+                time.sleep(0.05)
             chaos = [sys.executable, "-m", "spark_node", "chaos", str(folder), "--script", str(lines), "--json"]
             done = subprocess.run(chaos, stdout=subprocess.PIPE, text=True, check=False)
             told = json.loads(done.stdout)

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 SUFFIX = ".safetensors"
+_HALF = ".tmp"
+"""The ending of a file that is being written."""
 
 
 class Refusal(enum.Enum):
@@ -118,6 +120,9 @@ class Store:
     def __init__(self, folder: Path, owner: Owner, keep: int) -> None:
         self.folder, self.owner, self._keep = folder, owner, keep
         self._rounds: set[int] = set()
+        for half in folder.glob(f".{owner.run}.{'[0-9]' * 8}{SUFFIX}{_HALF}"):  # whose writer was killed
+            with suppress(OSError):
+                half.unlink()
         for path in sorted(folder.glob(f"*{SUFFIX}")):
             checkpoint = self._read(path)
             if checkpoint is not None:
@@ -167,7 +172,7 @@ class Store:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Whoever reads sees the old file or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{_HALF}")
     try:
         with temporary.open("wb") as stream:
             stream.write(data)

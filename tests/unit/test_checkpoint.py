@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -210,6 +211,22 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tiny_disk: Path) -> No
     assert same(again.newest(), made(1, size=4000))
     assert [path.name for path in (tiny_disk / "peer-003").iterdir()] == ["monday.00000001.safetensors"]
     again.save(made(3, size=10))
+
+
+def test_what_a_killed_process_was_writing_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, OWNER, keep=9)
+    store.save(made(1))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.kill(os.getpid(), signal.SIGKILL))
+    if (child := os.fork()) == 0:
+        store.save(made(2))  # which it does not live through
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"monday.00000001.safetensors", ".monday.00000002.safetensors.tmp"}
+    Store(tmp_path, replace(OWNER, run="tuesday"), keep=9)
+    assert {path.name for path in tmp_path.iterdir()} == left, "another run's writer may be at work"
+    assert same(Store(tmp_path, OWNER, keep=9).newest(), made(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["monday.00000001.safetensors"]
 
 
 # States
